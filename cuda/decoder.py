@@ -14,6 +14,7 @@ from bridge.cuda import routed_experts
 from bridge.cuda.attention import attention as attn
 from bridge.cuda.attention.kv_cache import KVCache
 from bridge.cuda.context_memory import ContextMemory
+from bridge.cuda.norm import cap
 from bridge.cuda.positions import position_bytes
 from bridge.cuda.product.matmul import LENGTHS
 from bridge.cuda.prompt import Prompt
@@ -124,10 +125,10 @@ class Decoder:
             self._samplers[count] = [] if count == _ON_HOST else self.step.choose(count)
         if self.graphs and count not in self._captured:
             self._set_state(self.cache.length, 0)  # the first run writes an unused row
-            kept = None if self.cache.state is None else self.cache.state.save()
+            before = None if self.cache.state is None else self.cache.state.save()
             self._captured[count] = captured(lambda: self._launch(count), self.step.state)
             if self.cache.state is not None:
-                self.cache.state.restore(kept)
+                self.cache.state.restore(before)
 
     def _launch(self, count: int | None) -> None:
         self.step.run()
@@ -268,8 +269,7 @@ class Decoder:
     def _logits(self, states: Any) -> Any:
         """f32 [n, vocab] of normalized states on the device."""
         model = self.weights.model
-        logits, cap = self.weights.stack([(model.output, model.output_bias)]).multiply(states), self.config.logit_cap
-        return logits.div_(cap).tanh_().mul_(cap) if cap else logits
+        return cap(self.weights.stack([(model.output, model.output_bias)]).multiply(states), self.config.logit_cap)
 
     @contextmanager
     def _active(self) -> Iterator[None]:

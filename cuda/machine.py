@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from bridge.cuda.context_memory import ContextMemory
 from bridge.cuda.norm import rms
+from bridge.cuda.product.gates import by_torch
 from bridge.cuda.product.products import Gated, Stack, Vector
 from bridge.cuda.weights import DeviceWeights
 
@@ -157,10 +158,11 @@ class CudaMachine:
             bent = below * (gates.clamp_max(most).expm1() - gates)
             return (above * gates * gates).where(gates > 0, bent) + share * gates
         deviation = gates.std(1, correction=0, keepdim=True)
-        return _gelu((gates - (gates.mean(1, keepdim=True) + cut * deviation)).clamp_min(0)) * self.rows(second)
+        gates = (gates - (gates.mean(1, keepdim=True) + cut * deviation)).clamp_min(0)
+        return by_torch("gelu", gates, self.rows(second))
 
     def gelu_times(self, gate: Value, up: Value) -> Any:
-        return _gelu(self.rows(gate)) * up
+        return by_torch("gelu", self.rows(gate), up)
 
     def norm(
         self, x: Value, weight: np.ndarray | None, bias: np.ndarray | None = None, added: Value | None = None
@@ -213,10 +215,10 @@ class CudaMachine:
         return self.weights.vector(layer.q_norm), self.weights.vector(layer.k_norm)
 
     def recur(self, layer: Recurrent, index: int, x: Value) -> Any:
-        made = self.products(x, **{f"input{i}": (matrix, None) for i, matrix in enumerate(layer.inputs)})
+        inputs = self.products(x, **{f"input{i}": (matrix, None) for i, matrix in enumerate(layer.inputs)})
         tail, state = self.memory.recurrent(index)
         recurrent = self.weights.recurrent(layer)
-        return recurrent.advance([self.rows(part) for part in made], tail, state, self.dependent)
+        return recurrent.advance([self.rows(part) for part in inputs], tail, state, self.dependent)
 
     def split_gate(self, q: Value) -> tuple[Any, Any]:
         both = self.rows(q).reshape(self.n, self.config.heads, 2, -1)
@@ -262,10 +264,3 @@ def _cat(parts: list[Any]) -> Any:
     import torch
 
     return torch.cat(parts, 1)
-
-
-def _gelu(x: Any) -> Any:
-    """The tanh form."""
-    import torch
-
-    return torch.nn.functional.gelu(x, approximate="tanh")

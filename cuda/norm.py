@@ -172,3 +172,8 @@ def activation_grid(inner: int) -> tuple[int, int]:
 def rms(x: Any, weight: Any, eps: float) -> Any:
     """x f32 [..., n] / sqrt(mean(x^2) + eps) * weight, by torch."""
     return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt_() * weight
+
+
+def cap(scores: Any, most: float) -> Any:
+    """most * tanh(scores / most) in place, by torch; as they are where `most` is 0."""
+    return scores.div_(most).tanh_().mul_(most) if most else scores

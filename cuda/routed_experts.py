@@ -27,7 +27,6 @@ from bridge.cuda.product.halves import Halves, floats_by_torch, halved
 from bridge.cuda.product.matmul import LENGTHS, Multiplier
 from bridge.cuda.product.matvec import Recorded
 from bridge.cuda.product.products import Gated, Stack, Vector
-from bridge.cuda.product.products import device_bytes as matrix_bytes
 from bridge.cuda.toolchain.device import Device, Memory, upload, view, zeros
 
 from bridge.blocks.read import WRITTEN
@@ -35,15 +34,6 @@ from bridge.errors import BridgeError
 from bridge.runtime.config.decoder_config import DecoderConfig
 from bridge.runtime.layers.layers import Experts
 from bridge.runtime.quant_tensor import QuantTensor
-
-
-def device_bytes(experts: Experts, precision: str) -> int:
-    """Bytes that a layer of experts takes on the device."""
-    others = [experts.shorten, experts.lengthen, *(experts.shared or ())]
-    matrices = [m for m in others if m is not None]
-    matrices += [m for network in experts.networks for m in network if m is not None]
-    vectors = [experts.router, experts.router_bias, experts.choice_bias, experts.shared_gate, *(experts.biases or ())]
-    return sum(matrix_bytes(m, precision) for m in matrices) + sum(v.nbytes for v in vectors if v is not None)
 
 
 def token_bytes(c: DecoderConfig) -> int:

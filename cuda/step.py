@@ -22,7 +22,7 @@ from bridge.cuda.attention.step_attention import StepAttention
 from bridge.cuda.context_memory import ContextMemory
 from bridge.cuda.forms.dequantize import rows
 from bridge.cuda.machine import Activation, CudaMachine, Normalized, Sum
-from bridge.cuda.norm import norm
+from bridge.cuda.norm import cap, norm
 from bridge.cuda.product.matvec import Normed, Recorded
 from bridge.cuda.product.products import Gated, Stack, Vector
 from bridge.cuda.toolchain.device import view, zeros
@@ -71,8 +71,7 @@ class Step(CudaMachine):
         states = walk(self, model, c, embed(self, model, c))
         (logits,) = self.products(states, logits=(model.output, model.output_bias))
         self.rows(logits)
-        if c.logit_cap:
-            self.logits.div_(c.logit_cap).tanh_().mul_(c.logit_cap)
+        cap(self.logits, c.logit_cap)
 
     # memory
 

@@ -52,20 +52,23 @@ class DeviceWeights:
     def gated(self, gate: Linear, up: Linear, activation: str) -> Gated:
         """The first matrices of a network."""
         matrices = [matrix for matrix, _ in (gate, up) if matrix is not None]
-        biases = self._joined([gate, up] if up[0] is not None else [gate])
-        return self._once("gated", matrices, lambda: Gated(gate[0], up[0], self.multiplier, biases, activation))
+        linears = [gate, up] if up[0] is not None else [gate]
+        return self._once(
+            "gated", matrices,
+            lambda: Gated(gate[0], up[0], self.multiplier, self._joined(linears), activation),
+        )  # fmt: skip
 
     def experts(self, experts: Experts) -> DeviceExperts:
         """A layer's experts, with their router."""
 
-        def made() -> DeviceExperts:
+        def upload_all() -> DeviceExperts:
             uploaded = DeviceExperts(experts, self.config, self.multiplier)
             for matrix in chain(*experts.networks, experts.shared or ()):
                 if matrix is not None:
                     matrix.release_raw()
             return uploaded
 
-        return self._once("experts", [experts], made)
+        return self._once("experts", [experts], upload_all)
 
     def multiply_lengths(self) -> None:
         """Products of experts with all numbers of tokens that take other kernels, so that these can be noted."""
@@ -75,11 +78,14 @@ class DeviceWeights:
 
     def recurrent(self, layer: Recurrent) -> DeviceRecurrent:
         """A layer with a state."""
-        recurrent, eps = self.config.recurrent, self.config.norm_eps
-        second = [self.stack([(matrix, None)]).multiply for matrix in layer.second]
-        return self._once(
-            "recurrent", [layer], lambda: DeviceRecurrent(layer, recurrent, eps, self.device, second)
-        )  # fmt: skip
+
+        def upload_all() -> DeviceRecurrent:
+            recurrent, eps = self.config.recurrent, self.config.norm_eps
+            assert recurrent is not None
+            second = [self.stack([(matrix, None)]).multiply for matrix in layer.second]
+            return DeviceRecurrent(layer, recurrent, eps, self.device, second)
+
+        return self._once("recurrent", [layer], upload_all)
 
     def _once(self, kind: str, parts: Sequence[Any], make: Callable[[], Any]) -> Any:
         key = kind, *map(id, parts)

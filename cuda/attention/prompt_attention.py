@@ -22,6 +22,7 @@ import numpy as np
 from bridge.cuda.attention import attention_shape, attention_vectors
 from bridge.cuda.attention.attention_kind import AttentionKind
 from bridge.cuda.attention.kv_cache import KVCache, KVForm
+from bridge.cuda.norm import cap
 from bridge.cuda.positions import Positions
 from bridge.cuda.product.matmul import sums
 from bridge.cuda.toolchain.compiler import recipe
@@ -167,7 +168,7 @@ class PromptAttention:
         import torch
 
         kv_heads, group, n, head_dim = queries.shape
-        cap, before = self._config.score_cap, keys.shape[1] - n
+        before = keys.shape[1] - n
         result = torch.empty_like(queries)
         tokens = max(1, PIECE // (12 * group * keys.shape[1]))  # scores, their halves, what is between
         for head in range(kv_heads):
@@ -176,8 +177,7 @@ class PromptAttention:
                 stop = before + t + q.shape[1]
                 scores = sums(q.reshape(-1, head_dim), keys[head, :stop]).reshape(group, -1, stop)
                 scores.mul_(self._config.attention_scale)
-                if cap:
-                    scores.div_(cap).tanh_().mul_(cap)
+                cap(scores, self._config.score_cap)
                 scores.add_(mask[t : t + tokens, :stop])
                 highest = scores.amax(-1, keepdim=True)
                 if sinks is not None:

@@ -113,6 +113,18 @@ def test_what_states_became_in_a_prompt_that_failed_is_forgotten(tmp_path: Path,
         assert sampler.probabilities.logprob == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.parametrize("name", ["starcoder2", "gpt-oss", "jamba", "gemma3n"])
+def test_all_is_uploaded_by_the_first_token(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is captured uploads nothing: biases, experts, states, streams."""
+    path = converted(name, tmp_path, "F32")
+    with pretended_gpu(multiprocessors=4), bridge.Model.load(path, context=64, device="cuda") as model:
+        decoder = model.prepare()._decoder
+        expected = decoder.next_scores(5)
+        decoder.cache.length = 0
+        monkeypatch.setattr("bridge.cuda.weights.upload", lambda *given: pytest.fail("uploaded again"))
+        np.testing.assert_array_equal(decoder.next_scores(5), expected)
+
+
 REFUSED = {
     "an adapter": (r"m.gguf: a model with an adapter \(LoRA\) cannot run on CUDA here; the CPU can \(device cpu\)", {}),
     "hidden": ("48 hidden features, which are not a multiple of 32, cannot", {"hidden_size": 48}),

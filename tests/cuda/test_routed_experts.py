@@ -26,8 +26,9 @@ pytest.importorskip("numba_cuda", reason="numba-cuda is not installed")
 from bridge.cuda.product import matvec_kernel, routing
 from bridge.cuda.product.matmul import LENGTHS, Multiplier
 from bridge.cuda.product.matvec_shape import MatvecShape
+from bridge.cuda.product.products import device_bytes as matrix_bytes
 from bridge.cuda.product.routing import choose_kernel, weigh_kernel
-from bridge.cuda.routed_experts import DeviceExperts, device_bytes
+from bridge.cuda.routed_experts import DeviceExperts
 from bridge.cuda.toolchain import device as devices
 from bridge.cuda.toolchain.launch import Kernel, noted
 
@@ -39,6 +40,15 @@ pytestmark = [
 
 HIDDEN, INNER, LATENT, COUNT = 64, 192, 32, 12
 TWO = Routing(used=2)
+
+
+def device_bytes(experts: Experts, precision: str) -> int:
+    """Bytes that a layer of experts takes on the device."""
+    others = [experts.shorten, experts.lengthen, *(experts.shared or ())]
+    matrices = [m for m in others if m is not None]
+    matrices += [m for network in experts.networks for m in network if m is not None]
+    vectors = [experts.router, experts.router_bias, experts.choice_bias, experts.shared_gate, *(experts.biases or ())]
+    return sum(matrix_bytes(m, precision) for m in matrices) + sum(v.nbytes for v in vectors if v is not None)
 
 
 def exactly(matrix: QuantTensor, x: np.ndarray) -> np.ndarray:

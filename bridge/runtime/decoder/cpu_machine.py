@@ -240,13 +240,13 @@ class CpuMachine:
         c, count, kind = self.config, len(self.caches), self.caches[0].kind
         heads = c.heads_of(index)
         attended = self._buffer("attended", c.widths(heads)[1])
-        queries, made = q, attended
+        queries, results = q, attended
         module: Any = attn
         if c.latent is not None:
             width = -(-c.head_dim // attn.LANES) * attn.LANES  # as wide as a row of the cache
-            queries, made = self._buffer("rows", c.heads * width), self._buffer("latents", c.heads * c.latent.rank)
+            queries, results = self._buffer("rows", c.heads * width), self._buffer("latents", c.heads * c.latent.rank)
             module = latent_attention
-        self._fill_block(layer, index, queries, k, v, made)
+        self._fill_block(layer, index, queries, k, v, results)
         if c.latent is not None:
             for block, row in zip(self._block[index], q[:: self.n // count], strict=True):
                 block[attn.PRODUCTS], block[attn.K_NORM] = address(row), address(layer.k_norm)
@@ -263,7 +263,7 @@ class CpuMachine:
         merging = self._add(merge, *arguments, items=count * c.heads * (spans > 1))
         self._attending.append(Attend(self._now, attend, merging, spread))
         if layer.latent_v is not None:
-            self._multiply_heads(layer.latent_v, made, attended)
+            self._multiply_heads(layer.latent_v, results, attended)
         return attended
 
     def _multiply_heads(self, stack: QuantTensor, x: np.ndarray, y: np.ndarray) -> None:
