@@ -5,6 +5,7 @@ from typing import Any
 from bridge.cuda.attention.kv_cache import KVCache
 from bridge.cuda.attention.latent_attention import LatentAttention, LatentBuffers
 from bridge.cuda.positions import Positions
+from bridge.cuda.recurrent.layer import DeviceState
 from bridge.cuda.weights import DeviceWeights
 
 from bridge.runtime.layers.layers import Layer
@@ -26,11 +27,19 @@ class ContextMemory:
 
     def recurrent(self, layer: int) -> tuple[Any, Any]:
         """The last inputs of a layer's convolution, and its state: see recurrent/layer.py."""
+        return self._of(self.cache.state, layer)
+
+    def _of(self, state: DeviceState | None, layer: int) -> tuple[Any, Any]:
         recurrent = self._weights.config.recurrent
         assert recurrent is not None
-        assert self.cache.state is not None
+        assert state is not None
         index = recurrent.index_of(layer)
-        return self.cache.state.tails[index], self.cache.state.heads[index]
+        return state.tails[index], state.heads[index]
+
+    def keep(self, token: int, layer: int) -> None:
+        """Copy a layer's state after the token of that number, of a step of several: see `KVCache.passed`."""
+        for now, kept in zip(self.recurrent(layer), self._of(self.cache.passed[token], layer), strict=True):
+            kept.copy_(now)
 
     def latent(self, layer: Layer, index: int) -> LatentAttention:
         """The attention of a layer to latent vectors."""

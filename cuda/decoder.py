@@ -7,27 +7,30 @@ its way while the host reads the last one. Prompts go through the layers as matr
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from bridge.cuda import routed_experts
 from bridge.cuda.attention import attention as attn
 from bridge.cuda.attention.kv_cache import KVCache
 from bridge.cuda.context_memory import ContextMemory
+from bridge.cuda.forms.matrix import has_kernel
 from bridge.cuda.norm import cap
 from bridge.cuda.positions import position_bytes
 from bridge.cuda.product.matmul import LENGTHS
 from bridge.cuda.prompt import Prompt
-from bridge.cuda.step import Step
+from bridge.cuda.step import WIDEST, Step
 from bridge.cuda.supported import check_supported
 from bridge.cuda.toolchain import device as devices
 from bridge.cuda.toolchain.compile_pool import compile_all
 from bridge.cuda.toolchain.device import check_torch, upload
 from bridge.cuda.toolchain.launch import captured, noted
-from bridge.cuda.weights import DeviceWeights, matrix_bytes
+from bridge.cuda.weights import DeviceWeights, matrices_of, matrix_bytes
 
 from bridge.runtime.config.decoder_config import DecoderConfig
+from bridge.runtime.layers.layers import Weights
 from bridge.runtime.layers.weights import check_context, read_weights
+from bridge.runtime.quant_tensor import QuantTensor
 from bridge.runtime.reader import GGUFFile
 from bridge.runtime.sampling import Sampler, Sampling, drawn_on_host, not_finite
 from bridge.runtime.tokenizer import common_prefix
@@ -41,22 +44,30 @@ _ON_HOST = 0  # the way of sampling that leaves the logits to the host; others a
 
 
 class Decoder:
-    """The layers of a GGUF with a cache of keys and values, on a device. Takes its memory in `prepare`."""
+    """The layers of a GGUF with a cache of keys and values, on a device. Takes its memory in `prepare`.
+
+    followed, given   as in runtime/decoder/decoder.py
+    """
 
     graphs = True  # of steps; False: every launch by itself
 
-    def __init__(self, file: GGUFFile, config: DecoderConfig, context: int, kv: str, precision: str, device: str):
-        self.config, self.precision = config, precision
+    def __init__(
+        self, file: GGUFFile, config: DecoderConfig, context: int, kv: str, precision: str, device: str,
+        weights: Weights | None = None, other: Self | None = None,
+    ):  # fmt: skip
+        """`weights`: by default all of the file; `other`: a decoder that has uploaded some of them, or will have."""
+        self._file, self.config, self.precision, self._other = file, config, precision, other
         self.device = devices.require(device)
         check_torch(self.device)
         check_supported(file, config, kv, precision)
-        self._model = read_weights(file, config)
+        self._model = weights or read_weights(file, config)
         check_context(file, config, context)
         self.cache = KVCache(config, context, kv)
         self._prepared = False
         self._stream: Any = None  # of torch, where all work is queued and all memory allocated
         self.vocab = self._model.embedding.shape[0]
-        self.nbytes = matrix_bytes(self._model, config, precision) + self.cache.nbytes  # of weights and cache
+        there = [] if other is None else matrices_of(other._model)
+        self.nbytes = matrix_bytes(self._model, config, precision, there) + self.cache.nbytes  # of weights and cache
         self.nbytes += position_bytes(config, self.cache.rows)
         with self._active():
             self.device.check_memory(self.nbytes + _WORK, f"{file.path} with a context of {context}")
@@ -68,8 +79,15 @@ class Decoder:
         self.dependent = devices.overlaps(self.device)  # launches begin early; read by `build`
         self.preparing = 0.0  # unlike on the CPU, nothing is repacked between tokens
         self._tokens: list[int] = []  # that the cache holds; drawn ones only once the host has seen them
+        self.followed = self.given = np.zeros((0, config.hidden), np.float32)
+        self._following: dict[int, tuple[Step, Any]] = {}  # steps of so many tokens, and their graphs
         self._captured: dict[int | None, Any] = {}  # graphs
         self._samplers: dict[int | None, list[Callable[[], None]]] = {}
+
+    def beside(self, config: DecoderConfig, weights: Weights) -> Self:
+        """Another decoder, of some of the file's weights."""
+        context, kv = self.cache.context, self.cache.kind
+        return type(self)(self._file, config, context, kv, self.precision, str(self.device), weights, self)
 
     def begin(self) -> None:
         """Get ready for tokens."""
@@ -81,8 +99,12 @@ class Decoder:
             return
         import torch
 
+        other: DeviceWeights | None = None
+        if self._other is not None:
+            self._other.prepare()
+            other = self._other.weights
         with self._active():
-            self.weights = DeviceWeights(self._model, self.config, self.device, self.precision)
+            self.weights: DeviceWeights = DeviceWeights(self._model, self.config, self.device, self.precision, other)
             self.memory = ContextMemory(self.weights, self.cache)
             self._host = torch.zeros(self.cache.context + 1, dtype=torch.int32)
             if self.graphs:
@@ -95,8 +117,8 @@ class Decoder:
         self.cache.length = 0
         with self._active():
             self.step = Step(self.weights, self.memory, self.dependent)
-            self._captured.clear()
-            self._samplers.clear()
+            for made in (self._captured, self._samplers, self._following):
+                made.clear()
             self._compile()
             self._ready(None)
 
@@ -110,8 +132,13 @@ class Decoder:
             self.weights.multiply_lengths()
             alone = self.cache.state is not None  # a prompt's last token passes by itself
             for length in LENGTHS:
-                self.scores([0] * min(length + alone, self.cache.context), 1)
+                count = min(length + alone, self.cache.context)
+                self.given = np.zeros((count, self.config.hidden), np.float32)
+                self.scores([0] * count, 1)
         self.cache.length = 0
+        self._compile_all(kernels)
+
+    def _compile_all(self, kernels: Any) -> None:
         with Bar("compiling for the GPU", unit=" kernels") as bar:
             compile_all(kernels, self.device.capability, bar)
 
@@ -124,11 +151,28 @@ class Decoder:
                 self._captured.pop(oldest, None)
             self._samplers[count] = [] if count == _ON_HOST else self.step.choose(count)
         if self.graphs and count not in self._captured:
-            self._set_state(self.cache.length, 0)  # the first run writes an unused row
-            before = None if self.cache.state is None else self.cache.state.save()
-            self._captured[count] = captured(lambda: self._launch(count), self.step.state)
-            if self.cache.state is not None:
-                self.cache.state.restore(before)
+            self._captured[count] = self._graph(self.step, lambda: self._launch(count))
+
+    def _graph(self, step: Step, launch: Callable[[], None]) -> Any:
+        """What launches the same; nothing changes but rows that are unused."""
+        self._set_state(step, [0] * step.n)
+        before = None if self.cache.state is None else self.cache.state.save()
+        graph = captured(launch, step.state)
+        if self.cache.state is not None:
+            self.cache.state.restore(before)
+        return graph
+
+    def _step_of(self, n: int) -> tuple[Step, Any]:
+        """The step of n tokens that follow, with their states, and its graph."""
+        if n not in self._following:
+            self.cache.reserve_step(n)
+            step = Step(self.weights, self.memory, self.dependent, n)
+            with noted() as kernels:
+                step.run(states=True)
+            self._compile_all(kernels)
+            graph = self._graph(step, lambda: step.run(states=True)) if self.graphs else None
+            self._following[n] = step, graph
+        return self._following[n]
 
     def _launch(self, count: int | None) -> None:
         self.step.run()
@@ -141,15 +185,17 @@ class Decoder:
             self._captured[count].replay()
         else:
             self._launch(count)
-        self.cache.length += 1
+        self.cache.append(1)
 
-    def _set_state(self, position: int, token: int) -> None:
-        """Set the position and token of the next step, with no token made so far."""
+    def _set_state(self, step: Step, tokens: Sequence[int], position: int | None = None) -> None:
+        """Set the tokens of a step, and the first one's position, by default the next; none was drawn so far."""
         import torch
 
-        words = torch.zeros(attn.STATE, dtype=torch.int32)
-        words[attn.POSITION], words[attn.TOKEN] = position, token
-        self.step.state.copy_(words)
+        words = torch.zeros((step.n, attn.STATE), dtype=torch.int32)
+        first = self.cache.length if position is None else position
+        words[:, attn.POSITION] = torch.arange(first, first + step.n)
+        words[:, attn.TOKEN] = torch.tensor(tokens)
+        step.state.copy_(words)
 
     # called by Model
 
@@ -176,11 +222,52 @@ class Decoder:
     def next_scores(self, token: int) -> np.ndarray:
         """float32 [vocab] after one more token."""
         with self._active():
+            self.cache.settle()
             self._ready(_ON_HOST)
-            self._set_state(self.cache.length, token)
+            self._set_state(self.step, [token])
             self._tokens[self.cache.length :] = [token]
             self._step(_ON_HOST)
-            return self.step.logits.cpu().numpy().copy()
+            return self.step.logits[0].cpu().numpy().copy()
+
+    def run(self, tokens: Sequence[int], keep: int = 1) -> np.ndarray:
+        """Append tokens to the cache: float32 [keep, hidden], normalized hidden states of the last `keep`."""
+        with self._active():
+            return self._prompt(tokens, keep).cpu().numpy()
+
+    def follow(self, tokens: Sequence[int]) -> np.ndarray:
+        """Append up to `room` tokens: float32 [n, vocab] of what follows each, as by a step of its own, to the last
+        bit."""
+        with self._active():
+            self.cache.settle()
+            n = len(tokens)
+            step, graph = self._step_of(n)
+            self._set_state(step, tokens)
+            if self._model.pairs is not None:
+                step.given.copy_(upload(self._taken(n), self.device))
+            self._tokens[self.cache.length :] = tokens
+            step.run(states=True) if graph is None else graph.replay()
+            self.cache.stepped(n)
+            self.followed = step.states.cpu().numpy().copy()
+            return step.logits.cpu().numpy().copy()
+
+    def room(self) -> int:
+        """The most tokens that `follow` takes."""
+        return min(WIDEST, self.cache.context - self.cache.length)
+
+    def multiplied_one_by_one(self) -> QuantTensor | None:
+        """A matrix that has no kernel for several tokens whose sums are those of one, if most of the weights have none.
+
+        torch multiplies such matrices with each token by itself.
+        """
+        matrices = matrices_of(self._model)
+        without = [matrix for matrix in matrices if not has_kernel(matrix)]
+        nbytes = sum(matrix.nbytes for matrix in matrices)
+        return without[0] if 2 * sum(matrix.nbytes for matrix in without) > nbytes else None
+
+    def _taken(self, n: int) -> np.ndarray:
+        """The states that the next n tokens come with."""
+        states, self.given = self.given[:n], self.given[n:]
+        return states
 
     @property
     def read(self) -> list[int]:
@@ -214,10 +301,10 @@ class Decoder:
 
     def _drawn(self, tokens: Sequence[int], sampler: Sampler, count: int | None) -> Iterator[int]:
         with self._active():
-            self.step.logits.copy_(self._logits(self._prompt(tokens, 1))[0])
+            self.step.logits.copy_(self._logits(self._prompt(tokens, 1)))
             if count is not None:
                 self.step.set_sampling(sampler, self.cache.context - self.cache.length + 1)
-            self._set_state(self.cache.length - 1, 0)
+            self._set_state(self.step, [0], self.cache.length - 1)
             for launch in self._samplers[count]:
                 launch()
             waiting = [self._fetch(0)]
@@ -261,9 +348,11 @@ class Decoder:
         for end in dict.fromkeys(ends):
             self.cache.remember()
             wanted = max(0, keep - (len(tokens) - end))
-            kept.append(Prompt(self.weights, self.memory, tokens[start:end]).run(min(wanted, end - start)))
+            given = None if self._model.pairs is None else upload(self._taken(end - start), self.device)
+            kept.append(Prompt(self.weights, self.memory, tokens[start:end], given).run(min(wanted, end - start)))
             self._tokens[self.cache.length :] = tokens[start:end]
-            self.cache.length, start = self.cache.length + end - start, end
+            self.cache.append(end - start)
+            start = end
         return torch.cat(kept)
 
     def _logits(self, states: Any) -> Any:

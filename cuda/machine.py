@@ -2,7 +2,7 @@
 
 Values are tensors of torch, f32 [n, width], or one of
 
-    Vector      a token's values, with the records that a kernel made of them (products.py)
+    Vector      values with the records that a kernel made of them (products.py)
     Sum         a product that is still to be launched: it may end with the norm that follows
     Normalized, Activation    still to be computed too: in the form that the product wants which reads it
 
@@ -11,6 +11,7 @@ CUDA graph captures as well. Memory has names, as values have: it is the same fo
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,9 +19,12 @@ from bridge.cuda.context_memory import ContextMemory
 from bridge.cuda.norm import rms
 from bridge.cuda.product.gates import by_torch
 from bridge.cuda.product.products import Gated, Stack, Vector
+from bridge.cuda.recurrent.layer import DeviceRecurrent
+from bridge.cuda.routed_experts import DeviceExperts
 from bridge.cuda.weights import DeviceWeights
 
 from bridge.runtime.decoder.machine import Linear, Value
+from bridge.runtime.decoder.walk import Embedded
 from bridge.runtime.layers.layers import Experts, Layer, LayerStreams, Recurrent
 
 _LEAST = 1e-5  # of the mean square that lengths are divided by
@@ -84,6 +88,16 @@ class CudaMachine:
         """The values of x, computed now."""
         raise NotImplementedError
 
+    def joined(self, embedded: Embedded, given: Any) -> Embedded:
+        """What the first layer reads; `given` f32 [n, hidden]: states, where tokens come with some (Weights.pairs)."""
+        (x, inputs), pairs, eps = embedded, self.weights.model.pairs, self.config.norm_eps
+        if pairs is None:
+            return embedded
+        parts = (self.rows(x), pairs.embedding_norm), (given, pairs.state_norm)
+        both = _cat([rms(part, self.weights.vector(weight), eps) for part, weight in parts])
+        (x,) = self.products(both, joined=(pairs.joined, None))
+        return self.rows(x), inputs
+
     # values
 
     def values(self, x: Value) -> Any:
@@ -98,13 +112,13 @@ class CudaMachine:
         elif x.values is None and isinstance(x, Sum):
             x.values = self._multiply(x.stack, x.x, x.name)
             if x.post is not None:
-                x.values.copy_(rms(x.values, x.post, self.config.norm_eps))
+                x.values.copy_(self._each(lambda rows: rms(rows, x.post, self.config.norm_eps), x.values))
         return x.values
 
     def rows(self, x: Value) -> Any:
         """A value as f32 [n, width]."""
         values = self.values(x)
-        return values.floats[None] if isinstance(values, Vector) else values
+        return values.floats if isinstance(values, Vector) else values
 
     def _changing(self, x: Value) -> Any:
         """A value's rows, which are going to be changed."""
@@ -118,6 +132,10 @@ class CudaMachine:
         if self._waiting is not x and self._waiting is not None:
             self.values(self._waiting)
         self._waiting = None
+
+    def _each(self, made: Callable[[Any], Any], x: Any) -> Any:
+        """made(x [n, ...]), whose sums may depend on how many rows there are."""
+        return made(x)
 
     def _only_adds(self, x: Any) -> bool:
         """Whether x is a product that can be added to the state as it is computed."""
@@ -157,9 +175,11 @@ class CudaMachine:
             below, above, share, most = c.xielu[index]
             bent = below * (gates.clamp_max(most).expm1() - gates)
             return (above * gates * gates).where(gates > 0, bent) + share * gates
-        deviation = gates.std(1, correction=0, keepdim=True)
-        gates = (gates - (gates.mean(1, keepdim=True) + cut * deviation)).clamp_min(0)
-        return by_torch("gelu", gates, self.rows(second))
+
+        def least(rows: Any) -> Any:
+            return rows.mean(1, keepdim=True) + cut * rows.std(1, correction=0, keepdim=True)
+
+        return by_torch("gelu", (gates - self._each(least, gates)).clamp_min(0), self.rows(second))
 
     def gelu_times(self, gate: Value, up: Value) -> Any:
         return by_torch("gelu", self.rows(gate), up)
@@ -180,7 +200,8 @@ class CudaMachine:
             x.post = self.weights.vector(weight)
             return x
         rows = self.rows(x) if name else self._changing(x)
-        parts = rms(rows.reshape(self.n, -1, weight.size), self.weights.vector(weight), self.config.norm_eps)
+        parts = rows.reshape(self.n, -1, weight.size)
+        parts = self._each(lambda part: rms(part, self.weights.vector(weight), self.config.norm_eps), parts)
         return parts.reshape(rows.shape) if name else rows.copy_(parts.reshape(rows.shape))
 
     def add(self, x: Value, y: Value) -> None:
@@ -216,9 +237,10 @@ class CudaMachine:
 
     def recur(self, layer: Recurrent, index: int, x: Value) -> Any:
         inputs = self.products(x, **{f"input{i}": (matrix, None) for i, matrix in enumerate(layer.inputs)})
-        tail, state = self.memory.recurrent(index)
-        recurrent = self.weights.recurrent(layer)
-        return recurrent.advance([self.rows(part) for part in inputs], tail, state, self.dependent)
+        return self._advance(self.weights.recurrent(layer), index, [self.rows(part) for part in inputs])
+
+    def _advance(self, layer: DeviceRecurrent, index: int, inputs: list[Any]) -> Any:
+        return layer.advance(inputs, *self.memory.recurrent(index), self.dependent)
 
     def split_gate(self, q: Value) -> tuple[Any, Any]:
         both = self.rows(q).reshape(self.n, self.config.heads, 2, -1)
@@ -230,25 +252,36 @@ class CudaMachine:
     def experts(self, experts: Experts, x: Value, name: str, routed: Value | None = None) -> Any:
         values, read = None if routed is None else self.rows(routed), self.values(x)
         records = read.records if isinstance(read, Vector) and read.recorded else None
-        return self.weights.experts(experts).mix(self.rows(x), values, self.dependent, records)
+        return self._experts(self.weights.experts(experts), self.rows(x), values, records)
+
+    def _experts(self, experts: DeviceExperts, x: Any, routed: Any, records: Any) -> Any:
+        return experts.mix(x, routed, self.dependent, records)
 
     def as_long(self, y: Value, x: Value) -> None:
-        rows, squares = self._changing(y), self.rows(x).square().mean(1, keepdim=True)
-        rows.mul_((squares / rows.square().mean(1, keepdim=True).clamp_min(_LEAST)).sqrt())
+        def squares(rows: Any) -> Any:
+            return rows.square().mean(1, keepdim=True)
+
+        rows = self._changing(y)
+        rows.mul_((self._each(squares, self.rows(x)) / self._each(squares, rows).clamp_min(_LEAST)).sqrt())
 
     def predict(self, streams: list[Value], x: Value, layer: LayerStreams) -> None:
         import torch
 
-        all_streams = torch.stack([self.rows(stream) for stream in streams], 1)  # [n, streams, hidden]
-        factors = self._modality(all_streams[:, 0], layer) @ self.weights.vector(layer.predict).T
-        new = all_streams + factors.reshape(self.n, len(streams), len(streams)) @ all_streams
+        all_streams = torch.stack([self.rows(stream) for stream in streams], 1)
+
+        def predicted(rows: Any) -> Any:  # [n, streams, hidden]
+            factors = self._modality(rows[:, 0], layer) @ self.weights.vector(layer.predict).T
+            return rows + factors.reshape(len(rows), len(streams), len(streams)) @ rows
+
+        new = self._each(predicted, all_streams)
         for i, stream in enumerate(streams):
             self._changing(stream).copy_(new[:, i])
         self._changing(x).copy_(new[:, 0])
 
     def correct(self, streams: list[Value], x: Value, layer: LayerStreams) -> Any:
         state = self.rows(x)
-        factors = 1 + self._modality(state, layer) @ self.weights.vector(layer.correct).T
+        correct = self.weights.vector(layer.correct).T
+        factors = 1 + self._each(lambda rows: self._modality(rows, layer) @ correct, state)
         new = state - self.rows(streams[0])
         for i, stream in enumerate(streams):
             self._changing(stream).add_(factors[:, i : i + 1] * new)

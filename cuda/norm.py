@@ -1,10 +1,10 @@
 """The steps between a decoder's products besides attention: RMS normalization and activations, each with records.
 
-    norm          y = x / sqrt(mean(x^2) + eps) * weight        one block of threads
+    norm          y = x / sqrt(mean(x^2) + eps) * weight        one block of threads for a token
     activation    y = of gate and up, or of gate: gates.py      a warp for 32 values
 
-for one token. Both write y as floats and as records of 32 values (activations.py): the next product
-reads the records, and no extra launch has to make them.
+Both write y as floats and as records of 32 values (activations.py): the next product reads the records, and no extra
+launch has to make them.
 """
 
 import math
@@ -55,6 +55,8 @@ def _norm(x, added, post, weight, bias, y, records, eps, share):
         launch_dependents()
         launches_wait()
     thread = int32(cuda.threadIdx.x)
+    token = int32(cuda.blockIdx.x)
+    row = int32(token * HIDDEN)
     part = cuda.shared.array(32, float32)
     inverse = float32(1)
     mean = float32(0)
@@ -64,40 +66,40 @@ def _norm(x, added, post, weight, bias, y, records, eps, share):
             for r in unroll(ROUNDS):
                 i = r * BLOCK + thread
                 if i < HIDDEN:
-                    squares += added[i] * added[i]
+                    squares += added[row + i] * added[row + i]
             share /= math.sqrt(block_sum(squares, part) / float32(HIDDEN) + eps)
         for r in unroll(ROUNDS):
             i = r * BLOCK + thread
             if i < HIDDEN:
-                value = share * added[i]
+                value = share * added[row + i]
                 if POST:
                     value *= post[i]
-                x[i] += value
+                x[row + i] += value
     if CENTERED:
         total = float32(0)
         for r in unroll(ROUNDS):
             i = r * BLOCK + thread
             if i < HIDDEN:
-                total += x[i]
+                total += x[row + i]
         mean = block_sum(total, part) / float32(HIDDEN)
     if WEIGHTED:
         squares = float32(0)
         for r in unroll(ROUNDS):
             i = r * BLOCK + thread
             if i < HIDDEN:
-                squares += (x[i] - mean) * (x[i] - mean)
+                squares += (x[row + i] - mean) * (x[row + i] - mean)
         inverse = float32(1) / math.sqrt(block_sum(squares, part) / float32(HIDDEN) + eps)
     else:
         cuda.syncthreads()
     for r in range(ROUNDS):
         i = min(r * BLOCK + (thread & -32), HIDDEN - 32) + (thread & 31)  # warps beyond the end do the last block again
-        value = x[i]
+        value = x[row + i]
         if WEIGHTED:
             value = (value - mean) * inverse * weight[i]
         if BIASED:
             value += bias[i]
-        y[i] = value
-        put(value, i >> 5, 0, records)
+        y[row + i] = value
+        put(value, i >> 5, token, records)
 
 
 def _activation(gate_up, y, records, inner):
@@ -116,11 +118,11 @@ def norm_kernel(
     hidden: int, exact: bool, dependent: bool = False, added: str = "", centered: bool = False, weighted: bool = True,
     biased: bool = False,
 ) -> Kernel:  # fmt: skip
-    """norm(x, added, post, weight, bias, y, records, eps, share): x f32 [hidden], changed -> y and its records.
+    """norm(x, added, post, weight, bias, y, records, eps, share): x f32 [n * hidden], changed -> y and its records.
 
     added  "": nothing is added to x; "as it is": share * added is, or "normed": share * rms(added) * post
 
-    One block; hidden a multiple of 32.
+    A block for each of up to 8 tokens; hidden a multiple of 32.
     """
     block = norm_threads(hidden)
     name = f"{hidden}_{int(exact)}{int(centered)}{int(weighted)}{int(biased)}_{added.replace(' ', '_')}"
@@ -141,15 +143,16 @@ def norm(
 ) -> None:  # fmt: skip
     """Queue y = x / sqrt(mean(x^2) + eps) * weight + bias with records, after x += share * added.
 
-    All f32 [hidden] of torch. Without a weight y is x; with `post`, what is added is normalized too; `centered`: means
-    are subtracted first, of x alone.
+    x, y and what is added are f32 [n, hidden] of torch, the others [hidden]. Without a weight y is x; with `post`, what
+    is added is normalized too; `centered`: means are subtracted first, of x alone.
     """
-    hidden, device = len(x), records.device
+    (n, hidden), device = x.shape, records.device
     how = "" if added is None else "as it is" if post is None else "normed"
     kernel = norm_kernel(hidden, records.exact, dependent, how, centered, weight is not None, bias is not None)
-    arrays = [device.placeholder() if array is None else view(array) for array in (x, added, post, weight, bias, y)]
+    given = x, added, post, weight, bias, y
+    arrays = [device.placeholder() if array is None else view(array).reshape(-1) for array in given]
     numbers = np.float32(eps), np.float32(share)
-    kernel.launch(1, norm_threads(hidden), device.stream(), *arrays, records.buffer, *numbers)
+    kernel.launch(n, norm_threads(hidden), device.stream(), *arrays, records.buffer, *numbers)
 
 
 @recipe

@@ -25,8 +25,10 @@ from bridge.runtime.quant_tensor import QuantTensor
 class Prompt(CudaMachine):
     """Tokens that follow those of the cache."""
 
-    def __init__(self, weights: DeviceWeights, memory: ContextMemory, tokens: Sequence[int]):
+    def __init__(self, weights: DeviceWeights, memory: ContextMemory, tokens: Sequence[int], given: Any = None):
+        """`given` f32 [n, hidden]: states that the tokens come with."""
         super().__init__(weights, memory, len(tokens))
+        self._given = given
         self._ids = upload(np.array(tokens, np.int32), self.device)
         self._start = memory.cache.length
         self._attention = PromptAttention(
@@ -35,7 +37,8 @@ class Prompt(CudaMachine):
 
     def run(self, keep: int) -> Any:
         """Queue what they need; the normalized states of the last `keep`, f32 [keep, hidden]."""
-        states = walk(self, self.weights.model, self.config, embed(self, self.weights.model, self.config))
+        model, c = self.weights.model, self.config
+        states = walk(self, model, c, self.joined(embed(self, model, c), self._given))
         if states.values is not None:
             return states.values[self.n - keep :]
         self._take(states)

@@ -127,7 +127,7 @@ class DeviceExperts:
             self._shared, self._shared_down = Gated(*inner, multiplier, None, config.activation), alone(last)
             widths = config.hidden, self._shared.inner
             self._x, self._between = (Vector(width, self.device, multiplier.precision) for width in widths)
-            self._added = zeros(self.device, config.hidden)
+            self._added = zeros(self.device, (1, config.hidden))
 
     def _stack(self, parts: Sequence[Sequence[QuantTensor]]) -> ExpertMatrices | FloatExperts:
         """The tensors of all experts on the device, of several parts with their rows in turn."""
@@ -243,10 +243,10 @@ class DeviceExperts:
         """What the shared expert makes of x, f32 [n, hidden]."""
         if len(x) > 1:
             return self._shared_down.multiply(self._shared.multiply(x, self._shared_down))
-        self._x.floats, self._x.records = x[0], records
+        self._x.floats, self._x.records = x, records
         self._shared.step(self._x, self._between, None, dependent)
         self._shared_down.step(self._between, self._added, dependent=dependent)
-        return self._added[None]
+        return self._added
 
     def _weigh(self, made: Any, weights: Any, shared: Any, logits: Any, dependent: bool) -> Any:
         """The weighted sum of made f32 [n * used, outer] and, where it is given, the shared expert: f32 [n, outer]."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from bridge.cuda.attention import latent_attention
@@ -18,22 +18,32 @@ from bridge.runtime.layers.layers import Experts, Recurrent, Weights
 from bridge.runtime.quant_tensor import QuantTensor
 
 
-def matrix_bytes(weights: Weights, config: DecoderConfig, precision: str) -> int:
-    """Bytes that the matrices take on the device."""
+def matrices_of(weights: Weights) -> list[QuantTensor]:
+    """All matrices, each once."""
     matrices = {id(t): t for layer in weights.layers for t in layer.matrices}
-    matrices |= {id(t): t for t in (weights.embedding, weights.output, *weights.floating)}
+    return [*(matrices | {id(t): t for t in (weights.embedding, weights.output, *weights.floating)}).values()]
+
+
+def matrix_bytes(
+    weights: Weights, config: DecoderConfig, precision: str, uploaded: Sequence[QuantTensor] = ()
+) -> int:  # fmt: skip
+    """Bytes that the matrices take on the device, beside those that are there already."""
+    there = {*map(id, uploaded)}
     others = sum(layer.experts.router.nbytes for layer in weights.layers if layer.experts is not None)
     others += 0 if config.latent is None else config.layers * latent_attention.matrix_bytes(config, precision)
-    return others + sum(device_bytes(tensor, precision) for tensor in matrices.values())
+    return others + sum(device_bytes(t, precision) for t in matrices_of(weights) if id(t) not in there)
 
 
 class DeviceWeights:
     """What was uploaded, by the tensors and arrays that it was made of. Pages of the file are released after that."""
 
-    def __init__(self, model: Weights, config: DecoderConfig, device: Device, precision: str):
+    def __init__(
+        self, model: Weights, config: DecoderConfig, device: Device, precision: str, other: Self | None = None
+    ):  # fmt: skip
+        """`other`: of the same file, of which nothing is uploaded again."""
         self.model, self.config, self.device, self.precision = model, config, device, precision
         self.multiplier = Multiplier(device, precision)
-        self._known: dict[tuple[Any, ...], tuple[Any, Any]] = {}
+        self._known: dict[tuple[Any, ...], tuple[Any, Any]] = {} if other is None else other._known
 
     def vector(self, array: np.ndarray | None) -> Any:
         """f32 of the array's shape; None of None."""

@@ -328,7 +328,7 @@ class Model:
                 f"device {self.device}: several sequences at once only run on the CPU; generate one after another"
             )
         if draft is not None:
-            check_decoder(self._decoder, self.device)
+            check_decoder(self._decoder)
         return Batch(lambda: self._decoder, self.tokenizer, self._shared.lock, self._start, sequences, draft)
 
     def chat(
@@ -406,5 +406,5 @@ class Model:
         return self._shared.taken()
 
     def prediction_head(self) -> PredictionHead:
-        """The layer that predicts a token further (MTP), on the CPU; BridgeError where the file has none."""
+        """The layer that predicts a token further (MTP); BridgeError where the file has none."""
         return self._shared.prediction_head()

@@ -133,8 +133,10 @@ class KVSlot:
 class KVCache:
     """`length` tokens of at most `context` are stored; `slots` are those of `DecoderConfig.stored`.
 
-    state      of the layers that have one, after `length` tokens; None where there are no such layers
-    snapshots  of it, by the tokens that they are after: a state cannot be cut back
+    state   of the layers that have one, after `length` tokens once `settle` was called; None where there are none
+    passed  states after the tokens of the last step of several, but its last token
+
+    A state cannot be cut back: there are snapshots of it, by the tokens that they are after.
     """
 
     def __init__(self, config: DecoderConfig, context: int, kind: str = "f16"):
@@ -148,7 +150,10 @@ class KVCache:
             for _, own in sorted(heads.items())
         ]
         self.state: DeviceState | None = None
+        self.passed: list[DeviceState] = []
+        self._after = 0  # tokens that the state is after
         self._snapshots: dict[int, Any] = {}
+        self._passed: dict[int, Any] = {}  # the same of `passed`
         self._length = 0
 
     @property
@@ -158,24 +163,52 @@ class KVCache:
 
     @length.setter
     def length(self, count: int) -> None:
-        if self.state is not None and (count < self._length or not count):
-            if count and count not in self._snapshots:
-                raise BridgeError(f"the state after {count} of {self._length} tokens is not kept; read them again")
-            self._snapshots = {length: kept for length, kept in self._snapshots.items() if length <= count}
-            if count:
-                self.state.restore(self._snapshots[count])
-            else:
-                self.state.reset()
+        if self.state is not None and count not in (self._length, *self._kept()):
+            raise BridgeError(f"the state after {count} of {self._length} tokens is not kept; read them again")
         self._length = count
+
+    def append(self, count: int) -> None:
+        """So many more tokens are stored, in one step or as part of a prompt."""
+        self._length += count
+        self._after = self._length
+
+    def stepped(self, count: int) -> None:
+        """A step stored so many tokens, and left the states after them in `passed`."""
+        states = self.passed[: count - 1]
+        self._passed = {self._length + 1 + i: state.memory for i, state in enumerate(states)}
+        self.append(count)
+
+    def settle(self) -> None:
+        """Bring the state to `length` tokens, which others are going to follow."""
+        if self.state is None:
+            return
+        if not self._length:
+            self.state.reset()
+        elif self._length != self._after:
+            self.state.restore({**self._snapshots, **self._passed}[self._length])
+        self._after = self._length
+        for kept in (self._snapshots, self._passed):
+            for length in [length for length in kept if length > self._length]:
+                del kept[length]
+
+    def _kept(self) -> list[int]:
+        """Numbers of tokens that states are known after."""
+        return [0, self._after, *self._snapshots, *self._passed]
 
     def reach(self, count: int) -> int:
         """The most of the first `count` tokens that `length` can be set to: fewer only for layers with a state."""
         if self.state is None or count >= self._length:
             return min(count, self._length)
-        return max(length for length in (0, *self._snapshots) if length <= count)
+        return max(length for length in self._kept() if length <= count)
+
+    def come_back_to(self, count: int) -> None:
+        """Let `length` be set to `count`, the present one, once tokens beyond it have been read."""
+        assert count == self._length
+        self.remember()
 
     def remember(self) -> None:
         """Keep the state after the present tokens, and forget another one if there are too many."""
+        self.settle()
         if self.state is not None and self._length and self._length not in self._snapshots:
             if len(self._snapshots) == COPIES:
                 del self._snapshots[crowded([*self._snapshots, self._length])]
@@ -187,10 +220,17 @@ class KVCache:
         stored = sum((4 if self._latent else 8) * slot.words for slot in self.slots)
         return stored if self._recurrent is None else stored + (1 + COPIES) * state_bytes(self._recurrent)
 
+    def reserve_step(self, tokens: int) -> None:
+        """Allocate what a step of so many tokens leaves in `passed`."""
+        if self._recurrent is not None and self.state is not None:
+            missing = tokens - 1 - len(self.passed)
+            self.passed += [DeviceState(self._recurrent, self._device) for _ in range(missing)]
+
     def reserve(self, device: Device) -> None:
         """Allocate the memory."""
         import torch
 
+        self._device = device
         for slot in self.slots:
             slot.keys = zeros(device, slot.words, torch.int32)
             slot.values = slot.keys if self._latent else zeros(device, slot.words, torch.int32)

@@ -58,7 +58,6 @@ class LatentBuffers:
 
     queries    f32 [heads, width]
     parts, part_sums   of each span, see latent_spans.py
-    attended   f32 [1, heads * value]
     """
 
     def __init__(self, c: DecoderConfig, context: int, device: Device):
@@ -69,7 +68,6 @@ class LatentBuffers:
         self.queries = zeros(device, c.heads * width)
         self.parts = zeros(device, self.groups * self.spans * group * width)
         self.part_sums = zeros(device, self.groups * self.spans * 2 * group)
-        self.attended = zeros(device, (1, c.heads * c.latent.value))
 
 
 class LatentAttention:
@@ -106,12 +104,14 @@ class LatentAttention:
         return matrix_bytes(self.config, precision) + 4 * self.form.words(length)
 
     def step(self, q: Any, k: Any, state: Any, dependent: bool = False) -> Any:
-        """Attention of the token in position state[POSITION]: f32 [1, heads * value], `buffers.attended`.
+        """Attention of the token in position state[POSITION]: f32 [1, heads * value].
 
         q      f32 [heads * (plain + rotated)], as the products leave it; so is
         k      f32 [rank + rotated]
         state  int32, see attention.py
         """
+        import torch
+
         c, latent, buffers, stream = self.config, self.latent, self.buffers, self.device.stream()
         kind, heads, tempered = self.form.kind, c.heads, self.temperatures is not None
         cos, sin = (view(part.reshape(-1)) for part in self.angles)
@@ -139,11 +139,12 @@ class LatentAttention:
 
         by_head = valuing(latent, not self.exact)
         merge = latent_heads.values_kernel(heads, shape.group, self.rotated, shape.rows, by_head, dependent)
+        attended = torch.empty((1, heads * latent.value), device=q.device)
         merge.launch(
             (by_head.pieces, heads), latent_heads.BLOCK, stream, parts, part_sums, values, state,
-            view(buffers.attended.reshape(-1)), np.int32(buffers.spans),
+            view(attended.reshape(-1)), np.int32(buffers.spans),
         )  # fmt: skip
-        return buffers.attended
+        return attended
 
     def prompt(self, q: Any, k: Any, start: int, mask: Any) -> Any:
         """Attention of n tokens in positions from `start` on: halves, or f32 if exact, [n, heads * value].

@@ -1,4 +1,5 @@
-"""Attention of one token in the layers of a model, as launches of attention.py's kernel."""
+"""Attention of tokens that follow one another, one by one, in the layers of a model: launches of attention.py's
+kernel."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,20 +17,20 @@ from bridge.runtime.config.decoder_config import DecoderConfig
 
 
 class StepAttention:
-    """What the layers' launches share; `state`: see attention.py."""
+    """What the layers' launches share; `state`: of each token, see attention.py."""
 
     def __init__(
         self, config: DecoderConfig, cache: KVCache, positions: Positions, state: Any, exact: bool, dependent: bool,
         device: Device,
     ):  # fmt: skip
         self._config, self._cache, self._positions, self._device = config, cache, positions, device
-        self._state, self._exact, self._dependent = view(state), exact, dependent
+        self._states, self._exact, self._dependent = [view(one) for one in state], exact, dependent
         self._scratch: dict[tuple[int, ...], list[Any]] = {}  # by what `_buffers` is given
 
     def attend(self, layer: int, qkv: Any, out: Vector, norms: Sequence[Any] = (None, None), sinks: Any = None) -> None:
-        """Queue a layer's attention: the result, [heads * head_dim], with its records if heads are whole blocks.
+        """Queue a layer's attention: the result, [n, heads * head_dim], with its records if heads are whole blocks.
 
-        qkv     f32 [(heads + 2 kv_heads) * head_dim], or [heads * head_dim] where the layer makes no keys
+        qkv     f32 [n, (heads + 2 kv_heads) * head_dim], or [n, heads * head_dim] where the layer makes no keys
         norms   f32 [head_dim] of queries and of keys, or None where heads are not normalized
         sinks   f32 [heads] where the model has some
         """
@@ -39,13 +40,14 @@ class StepAttention:
         context = self._cache.context
         blocks = spans(device.multiprocessors, slot.heads, min(context, c.window) if kind.windowed else context)
         given = [*norms, *self._positions.of(layer), sinks]
-        arrays = [view(qkv), *(device.placeholder() if part is None else view(part) for part in given)]
-        arrays += [view(slot.keys), view(slot.values), self._state, *self._buffers(slot.heads, blocks, kind)]
-        arrays += [view(out.floats), out.records.buffer]
+        vectors = [device.placeholder() if part is None else view(part) for part in given]
+        stored, buffers = (view(slot.keys), view(slot.values)), self._buffers(slot.heads, blocks, kind)
         numbers = np.int32(slot.rows), np.int32(c.window)
-        scales = (np.float32(x) for x in (c.norm_eps, c.attention_scale, c.score_cap))
+        scales = [np.float32(x) for x in (c.norm_eps, c.attention_scale, c.score_cap)]
         grid, threads = (slot.heads, blocks), shape(slot.form, kind.group, device.capability).threads
-        made.launch(grid, threads, device.stream(), *arrays, *numbers, *scales)
+        for one, state, (floats, records) in zip(qkv, self._states, out.tokens(), strict=True):
+            arrays = view(one), *vectors, *stored, state, *buffers, view(floats), records.buffer
+            made.launch(grid, threads, device.stream(), *arrays, *numbers, *scales)
         out.recorded = recorded(kind.head_dim)
 
     def _buffers(self, kv_heads: int, blocks: int, kind: AttentionKind) -> list[Any]:

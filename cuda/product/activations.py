@@ -19,6 +19,7 @@ writes the zeros too, so memory for records can hold anything before.
 
 from __future__ import annotations
 
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -167,6 +168,12 @@ class Records:
         self.tiles = -(-columns // 1024) + BEYOND
         nbytes = -(-max_n // COLUMNS) * self.tiles * (FLOAT_TILE if self.exact else TILE)
         self.buffer = self.device.upload(np.zeros(nbytes, np.uint8)) if clear else self.device.empty(nbytes)
+
+    def of(self, column: int) -> Records:
+        """Those of one of the first COLUMNS, to be written: the same memory from there on."""
+        one = copy(self)
+        one.buffer, one.max_n = self.buffer[column * (FLOAT_RECORD if self.exact else RECORD) :], 1
+        return one
 
     def quantize(self, x: Any, n: int, stream: Any = 0, dependent: bool = False) -> Records:
         """Fill from x [>= n, columns], float32, float16 or bfloat16, contiguous, on the device; returns self."""

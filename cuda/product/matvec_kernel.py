@@ -144,7 +144,7 @@ def _product(
         for i in range(int32(warp * 32 + lane), BOOK, 32 * WARPS):
             table[i] = cached_4_further(weights, room_16 * TABLE_AT, int32(i))
         cuda.syncthreads()
-    if NORMED:  # on their way until the end
+    if NORMED and COLUMNS == 1:  # on their way until the end
         four_sums = load_16f(sums, min(lane, int32((units + 3) // 4 - 1)))
     while begin < end:
         for u in unroll(UNITS):
@@ -214,15 +214,20 @@ def _product(
                 for s in unroll(1, SPLIT):
                     total[r, c] += shared[team * SPLIT + s, first + c, r]
     if NORMED:
-        inverse = float32(0)
-        if 4 * lane < units:
-            for j in unroll(4):
-                inverse += four_sums[j]
-        for i in range(128 + lane, units, 32):
-            inverse += sums[i]
-        inverse = float32(1) / math.sqrt(warp_sum(inverse) / float32(units * 32) + eps)
-        for r in unroll(ROWS):
-            total[r, 0] *= inverse
+        fours = int32((units + 3) // 4)
+        for c in unroll(TOKENS):
+            column = int32(c * fours)
+            if COLUMNS > 1:
+                four_sums = load_16f(sums, int32(column + min(lane, int32(fours - 1))))
+            inverse = float32(0)
+            if 4 * lane < units:
+                for j in unroll(4):
+                    inverse += four_sums[j]
+            for i in range(128 + lane, units, 32):
+                inverse += sums[4 * column + i]
+            inverse = float32(1) / math.sqrt(warp_sum(inverse) / float32(units * 32) + eps)
+            for r in unroll(ROWS):
+                total[r, c] *= inverse
     if bits(lane, 0, LANES - 1) == 0 and bits(warp, 0, SPLIT - 1) == 0:
         first_row = start
         start = min(start, int32(rows - ROWS))
@@ -261,15 +266,18 @@ def _product(
             pair = mad(block_z(), int32(used), block_y())
             counter = mad(pair, bits(width, 5, 0x07FFFFFF), group)
         if last_block(counters, counter, 32 // MADE):  # all values are complete
-            value = y[pair, group * 32 + lane]
-            if GAIN:
-                square = warp_sum(value * value)
-                if lane == 0:
-                    squares[group] = square
-                value *= gain[group * 32 + lane]
-            if CHOSEN:  # columns of eight in tiles of their own
-                group += mad(bits(pair, 3, 0x1FFFFFFF), 32 * (bits(int32(width + 1023), 10, 0x003FFFFF) + BEYOND), 0)
-            put(value, group, bits(pair, 0, 7), records)
+            for c in unroll(TOKENS):
+                if COLUMNS == 1 or c < y.shape[0]:
+                    value = y[pair + c, group * 32 + lane]
+                    if GAIN:
+                        square = warp_sum(value * value)
+                        if lane == 0:
+                            squares[int32((rows + 127) // 128 * (4 * c)) + group] = square
+                        value *= gain[group * 32 + lane]
+                    if CHOSEN:  # columns of eight in tiles of their own
+                        beyond = 32 * (bits(int32(width + 1023), 10, 0x003FFFFF) + BEYOND)
+                        group += mad(bits(pair, 3, 0x1FFFFFFF), beyond, 0)
+                    put(value, group, bits(pair, 0, 7) if COLUMNS == 1 else int32(c), records)
 
 
 _FUSED = "sums", "eps", "counters", "gain", "squares", "records"  # parameters of a product with the steps around it
@@ -290,7 +298,7 @@ def kernel(type: str, n: int, shape: MatvecShape, exact: bool, epilogue: str, de
     if gated and shape.rows % 2:
         raise BridgeError(f"{type}: {shape} separates gate from up, whose rows alternate; rows must be 2 or 4")
     fused = "normed" in epilogue or "recorded" in epilogue
-    if fused and (n > 1 or (32 << gated) % (shape.warps // shape.split * shape.rows)):
+    if fused and (n > COLUMNS_OF_A_LANE or (32 << gated) % (shape.warps // shape.split * shape.rows)):
         raise BridgeError(f"{type}: {n} columns, {shape} and records of 32 rows do not go together")
     chosen = "chosen" in epilogue
     unused = ("skip", *(() if fused else _FUSED), *(("weights",) if chosen else OF_EXPERTS))
@@ -299,7 +307,7 @@ def kernel(type: str, n: int, shape: MatvecShape, exact: bool, epilogue: str, de
     more += ", int64[::1], int64" * chosen
     weights = "uint8[:,::1]" if chosen else "uint8[::1]"
     signature = f"void({weights}, int64, uint8[::1], float32[:,::1], float32[::1], int64, int64{more})"
-    return Kernel(expanded, signature, registers_of(type, n, shape, exact), dependent=dependent)
+    return Kernel(expanded, signature, registers_of(type, n, shape, exact, fused), dependent=dependent)
 
 
 def _activation(epilogue: str) -> str | None:

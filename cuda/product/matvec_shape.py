@@ -93,11 +93,13 @@ def shapes_to_try(matrix: DeviceMatrix, n: int, exact: bool = False) -> list[Mat
     return [chosen, *(shape for shape in tried if shape != chosen)]
 
 
-def registers_of(type: str, n: int, shape: MatvecShape, exact: bool = False) -> int:
-    """Registers that a thread of a kernel may have."""
+def registers_of(type: str, n: int, shape: MatvecShape, exact: bool = False, fused: bool = False) -> int:
+    """Registers that a thread of a kernel may have; `fused`: it includes the steps around a product."""
     count = _registers(shape.rows, shape.units)
     if count == _MORE_REGISTERS and functions(type).layout.loads > _LOADS:
         count = _MOST_REGISTERS
     if n > COLUMNS_OF_A_LANE and functions(type).layout.fields:  # constants of tables stay in registers
         count += 16 if exact else 8
+    if n > 1 and (fused or shape.units > 1):  # several columns in a decoder's step
+        count += 16
     return count

@@ -4,10 +4,10 @@
               matrix on the device, and two of these one launch. Types without a kernel (FloatMatrix) are left to torch
     Gated     gate and up: where both are of one type, row by row in turn, so that the launch ends with the activation
 
-`step` is for one token; several tokens go through matmul.py.
+`step` is for one token, or up to four with the same sums as of each alone; other tokens go through matmul.py.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -21,6 +21,7 @@ from bridge.cuda.product.gates import by_torch
 from bridge.cuda.product.halves import Halves, floats_by_torch, gated
 from bridge.cuda.product.matmul import Multiplier, product
 from bridge.cuda.product.matvec import Normed, Recorded
+from bridge.cuda.product.matvec_shape import MatvecShape, choose_shape
 from bridge.cuda.product.mma_int8 import tiles_of
 from bridge.cuda.product.token_records import TokenRecords, recorded
 from bridge.cuda.toolchain.device import Device, view, zeros
@@ -38,20 +39,24 @@ def device_bytes(tensor: QuantTensor, precision: str) -> int:
 
 
 class Vector:
-    """One token's values, f32 [columns], and their records, which its products read; only floats are multiplied by
-    others than whole blocks of 32. `recorded`: the records are those of the values."""
+    """Values of up to four tokens, f32 [n, columns], and their records, which products read; only floats are multiplied
+    by others than whole blocks of 32. `recorded`: the records are those of the values."""
 
-    def __init__(self, columns: int, device: Device, precision: str):
-        self.floats = zeros(device, columns)
+    def __init__(self, columns: int, device: Device, precision: str, n: int = 1):
+        self.floats = zeros(device, (n, columns))
         self.recordable = columns % 32 == 0
-        self.records = Records(max(32, columns // 32 * 32), 1, device, precision)
+        self.records = Records(max(32, columns // 32 * 32), n, device, precision)
         self.recorded = False
+
+    def tokens(self) -> Iterator[tuple[Any, Records]]:
+        """Each token's values, f32 [columns], and where its records are."""
+        for column, floats in enumerate(self.floats):
+            yield floats, self.records.of(column)
 
     def record(self, dependent: bool = False) -> None:
         """Make the records, if there are none yet."""
         if self.recordable and not self.recorded:
-            row = view(self.floats.reshape(1, -1))
-            self.records.quantize(row, 1, self.records.device.stream(), dependent)
+            self.records.quantize(view(self.floats), len(self.floats), self.records.device.stream(), dependent)
         self.recorded = True
 
 
@@ -89,29 +94,32 @@ class Stack:
         self, x: Vector, y: Any, accumulate: bool = False, normed: Normed | None = None,
         recorded: Recorded | None = None, dependent: bool = False,
     ) -> None:  # fmt: skip
-        """Queue y (f32 [rows]) = or += W x + bias for one token; see matvec.py for the last three."""
-        stream, parts = self.multiplier.device.stream(), list(self.parts)
-        if len(parts) > 1 and not accumulate and all(isinstance(matrix, DeviceMatrix) for _, matrix in parts[:2]):
-            pair: Any = parts[:2]
+        """Queue y (f32 [n, rows]) = or += W x + bias; see matvec.py for the last three."""
+        stream, parts, n = self.multiplier.device.stream(), list(self.parts), len(y)
+        pair: Any = parts[:2]
+        two = len(pair) > 1 and not accumulate and all(isinstance(matrix, DeviceMatrix) for _, matrix in pair)
+        if two and n == 1:
             places = [slice(first, first + matrix.rows) for first, matrix in pair]
-            rows: Any = tuple(view(y[place].reshape(1, -1)) for place in places)
+            rows: Any = tuple(view(y[:, place]) for place in places)
             offsets: Any = None if self.bias is None else tuple(view(self.bias[place]) for place in places)
             matrices: Any = tuple(matrix for _, matrix in pair)
             matvec.launch_pair(matrices, x.records, rows, stream, offsets, normed, dependent)
             parts = parts[2:]
         for first, matrix in parts:
-            out = y[first : first + matrix.rows]
+            out = y[:, first : first + matrix.rows]
             bias = None if self.bias is None else self.bias[first : first + matrix.rows]
             if isinstance(matrix, FloatMatrix):
-                result = product(matrix.weight, x.floats[None])[0]
-                if bias is not None:
-                    result += bias
-                out.copy_(out + result if accumulate else result)
+                for row, values in zip(out, x.floats, strict=True):  # sums of several would be others
+                    result = product(matrix.weight, values[None])[0]
+                    if bias is not None:
+                        result += bias
+                    row.copy_(row + result if accumulate else result)
                 continue
             offset = None if bias is None else view(bias)
+            alone = normed is None and recorded is None and not (two and matrix in (pair[0][1], pair[1][1]))
             matvec.launch(
-                matrix, x.records, view(out.reshape(1, -1)), 1, stream, accumulate, offset, None, normed, recorded,
-                dependent,
+                matrix, x.records, view(out, apart=True), n, stream, accumulate, offset, of_one(matrix, x, alone),
+                normed, recorded, dependent,
             )  # fmt: skip
 
     def form(self, n: int) -> str:
@@ -127,6 +135,11 @@ class Stack:
             bias = None if self.bias is None else self.bias[rows]
             self.multiplier.multiply(matrix, x, y[:, rows], bias, accumulate=onto is not None)
         return y
+
+
+def of_one(matrix: DeviceMatrix, x: Vector, alone: bool) -> MatvecShape:
+    """The shape of a launch for one token, with which several have its sums."""
+    return choose_shape(matrix, 1, x.records.exact, alone=alone)
 
 
 def _empty(x: Any, rows: int) -> Any:
@@ -168,25 +181,27 @@ class Gated:
         return self.fused or self.stack.fuses
 
     def step(self, x: Vector, y: Vector, normed: Normed | None = None, dependent: bool = False) -> None:
-        """Queue y and its records for one token; see matvec.py for `normed` and `dependent`."""
+        """Queue y and its records; see matvec.py for `normed` and `dependent`."""
         import torch
 
-        device = self.multiplier.device
+        device, n = self.multiplier.device, len(y.floats)
         if self.fused:
             if self._counters is None:
                 self._counters = view(zeros(device, self.inner // 32, torch.int32))
-            out, bias = view(y.floats.reshape(1, -1)), None if self.bias is None else view(self.bias)
+            out, bias = view(y.floats), None if self.bias is None else view(self.bias)
             how = normed, Recorded(y.records, self._counters), dependent, bias, self.activation, self.gated
-            matvec.launch_activated(self.matrix, x.records, out, 1, device.stream(), None, *how)
+            shape = of_one(self.matrix, x, False)
+            matvec.launch_activated(self.matrix, x.records, out, n, device.stream(), shape, *how)
             return
-        values = torch.empty(self.width, device=y.floats.device)
+        values = torch.empty((n, self.width), device=y.floats.device)
         self.stack.step(x, values, normed=normed, dependent=dependent)
         if y.recordable:
             kernel = activation_kernel(self.multiplier.precision == "f32", dependent, self.activation, self.gated)
-            arguments = view(values), view(y.floats), y.records.buffer, np.int32(self.inner)
-            kernel.launch(*activation_grid(self.inner), device.stream(), *arguments)
+            for given, (floats, records) in zip(values, y.tokens(), strict=True):
+                arguments = view(given), view(floats), records.buffer, np.int32(self.inner)
+                kernel.launch(*activation_grid(self.inner), device.stream(), *arguments)
         else:
-            gate, up = values.chunk(2) if self.gated else (values, None)
+            gate, up = values.chunk(2, 1) if self.gated else (values, None)
             y.floats.copy_(by_torch(self.activation, gate, up))
 
     def form(self, n: int) -> str:

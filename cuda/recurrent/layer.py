@@ -120,8 +120,9 @@ def state_bytes(c: RecurrentConfig) -> int:
 class DeviceState:
     """The states of all layers of one sequence, in one piece of memory.
 
-    heads  f32 [layers, heads, value_dim, key_dim]
-    tails  f32 [layers, kernel - 1, channels]
+    heads   f32 [layers, heads, value_dim, key_dim]
+    tails   f32 [layers, kernel - 1, channels]
+    memory  f32, of both
     """
 
     def __init__(self, c: RecurrentConfig, device: Device):
@@ -129,17 +130,17 @@ class DeviceState:
         layers = sum(c.layers)
         heads, tails = (layers, c.heads, c.value_dim, c.key_dim), (layers, c.kernel - 1, c.channels)
         count = math.prod(heads)
-        self._memory = zeros(device, state_bytes(c) // 4)
-        self.heads, self.tails = self._memory[:count].view(heads), self._memory[count:].view(tails)
+        self.memory = zeros(device, state_bytes(c) // 4)
+        self.heads, self.tails = self.memory[:count].view(heads), self.memory[count:].view(tails)
 
     def reset(self) -> None:
         """Forget all tokens."""
-        self._memory.zero_()
+        self.memory.zero_()
 
     def save(self) -> Any:
         """A copy, for `restore`."""
-        return self._memory.clone()
+        return self.memory.clone()
 
     def restore(self, snapshot: Any) -> None:
         """Become what a state of the same shape was when it was saved."""
-        self._memory.copy_(snapshot)
+        self.memory.copy_(snapshot)

@@ -161,8 +161,8 @@ def check_layers(kv: str) -> dict[str, Any]:
         for slot in cache.slots:
             for part in (slot.keys, slot.values):
                 slot.form.store(part, 0, torch.randn((CONTEXT, slot.heads, slot.form.head_dim), device=place))
-        positions, state = Positions(c, cache.rows, None, device), zeros(device, attn.STATE, torch.int32)
-        state[attn.POSITION] = CONTEXT - 1
+        positions, state = Positions(c, cache.rows, None, device), zeros(device, (1, attn.STATE), torch.int32)
+        state[0, attn.POSITION] = CONTEXT - 1
         step = StepAttention(c, cache, positions, state, False, False, device)
         for layer in c.stored:
             heads, own, what = c.heads_of(layer), c.makes_keys(layer), f"{name}, layer {layer}, in {kv}"
@@ -175,7 +175,7 @@ def check_layers(kv: str) -> dict[str, Any]:
                 return made.attend(layer, qkv[-n:], *given)
 
             out = Vector(c.heads * heads.dim, device, "int8")
-            step.attend(layer, qkv[-1], out, *given)
+            step.attend(layer, qkv[-1:], out, *given)
             judge(f"a token, {what}", out.floats, prompt(True, 1)[0].cpu().numpy(), _LIMIT)
             judge(f"a prompt, {what}", prompt(False, TOKENS), prompt(True, TOKENS).cpu().numpy(), _OF_HALVES)
     return {"wrong": judge.wrong, "notes": f"largest relative error {judge.worst:.1e}"}

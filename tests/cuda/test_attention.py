@@ -170,19 +170,19 @@ class Case:
 
 def step(case: Case, exact: bool = False, dependent: bool = True) -> np.ndarray:
     """The result of the launches of a token, twice."""
-    state = zeros(case.device, attention.STATE, torch.int32)
-    state[attention.POSITION] = case.start
+    state = zeros(case.device, (1, attention.STATE), torch.int32)
+    state[0, attention.POSITION] = case.start
     shared = StepAttention(case.c, case.cache, case.positions, state, exact, dependent, case.device)
     out = Vector(case.c.heads * case.heads.dim, case.device, "f32" if exact else "int8")
     for _ in range(2):  # counters are as before
         out.floats.fill_(float("nan"))
-        shared.attend(case.layer, torch.from_numpy(case.qkv[0]), out, *case.given())
+        shared.attend(case.layer, torch.from_numpy(case.qkv[:1]), out, *case.given())
     if case.heads.dim % 32 == 0:  # otherwise the second launch makes them
-        again = Vector(out.floats.numel(), case.device, "f32" if exact else "int8")
+        again = Vector(out.floats.shape[1], case.device, "f32" if exact else "int8")
         again.floats.copy_(out.floats)
         again.record()
         np.testing.assert_array_equal(out.records.buffer, again.records.buffer)
-    return out.floats.numpy()[None]
+    return out.floats.numpy()
 
 
 # a model, its layer, kind of cache, position and compute capability

@@ -234,7 +234,8 @@ def test_keys_and_values_of_a_long_context_are_loaded_once_for_all_query_heads(h
 def assert_records(records: Records, values: np.ndarray) -> None:
     """They are those that a launch of their own makes."""
     precision = "f32" if records.exact else "int8"
-    again = Records(records.columns, 1, precision=precision).quantize(values.reshape(1, -1), 1)
+    rows = values.reshape(-1, records.columns)
+    again = Records(records.columns, len(rows), precision=precision).quantize(rows, len(rows))
     assert records.buffer.any()
     assert np.array_equal(records.buffer, again.buffer)
 
@@ -243,11 +244,11 @@ def assert_records(records: Records, values: np.ndarray) -> None:
 @pytest.mark.parametrize("hidden", [32, 96, 1088])
 def test_norm_divides_by_the_root_of_the_mean_square(hidden: int, precision: str) -> None:
     rng = np.random.default_rng(hidden)
-    x, weight = rng.normal(3, 2, hidden).astype(np.float32), rng.uniform(0.5, 1.5, hidden).astype(np.float32)
-    y = np.full(hidden, np.nan, np.float32)
-    records = Records(hidden, 1, precision=precision)
+    x, weight = rng.normal(3, 2, (3, hidden)).astype(np.float32), rng.uniform(0.5, 1.5, hidden).astype(np.float32)
+    y = np.full((3, hidden), np.nan, np.float32)
+    records = Records(hidden, 3, precision=precision)
     norm(x, y, records, EPS, weight)
-    expected = x / np.sqrt((x.astype(np.float64) ** 2).mean() + EPS) * weight
+    expected = x / np.sqrt((x.astype(np.float64) ** 2).mean(1, keepdims=True) + EPS) * weight
     np.testing.assert_allclose(y, expected, rtol=1e-5)
     assert_records(records, y)
 
@@ -257,9 +258,10 @@ def test_norm_divides_by_the_root_of_the_mean_square(hidden: int, precision: str
 @pytest.mark.parametrize("weighted", [False, True])
 def test_norm_adds_first_may_subtract_the_mean_and_has_a_bias(added: str, centered: bool, weighted: bool) -> None:
     rng = np.random.default_rng(3)
-    x, delta, post, weight, bias = (rng.normal(1, 2, 1088).astype(np.float32) for _ in range(5))
-    y, records, state = np.full(1088, np.nan, np.float32), Records(1088, 1, precision="f32"), x.astype(np.float64)
-    size = np.sqrt((delta.astype(np.float64) ** 2).mean() + EPS)
+    x, delta = rng.normal(1, 2, (2, 2, 1088)).astype(np.float32)
+    post, weight, bias = (rng.normal(1, 2, 1088).astype(np.float32) for _ in range(3))
+    y, records, state = np.full_like(x, np.nan), Records(1088, 2, precision="f32"), x.astype(np.float64)
+    size = np.sqrt((delta.astype(np.float64) ** 2).mean(1, keepdims=True) + EPS)
     state += 0.25 * (delta if added == "as it is" else delta / size * post)
     norm(
         x, y, records, EPS, weight if weighted else None, bias if weighted else None, delta,
@@ -268,8 +270,8 @@ def test_norm_adds_first_may_subtract_the_mean_and_has_a_bias(added: str, center
     np.testing.assert_allclose(x, state, rtol=1e-5, atol=1e-5)
     expected = state
     if weighted:
-        middle = state - state.mean() if centered else state
-        expected = middle / np.sqrt((middle**2).mean() + EPS) * weight + bias
+        middle = state - state.mean(1, keepdims=True) if centered else state
+        expected = middle / np.sqrt((middle**2).mean(1, keepdims=True) + EPS) * weight + bias
     np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-4)
     assert_records(records, y)
 

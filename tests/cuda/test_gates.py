@@ -67,14 +67,14 @@ def test_a_network_of_a_token_is_one_launch_where_types_are_alike(
     with pretended_gpu() as gpu:
         network, expected = layer(activation, types, ungated, biased, x.numpy().astype(float))
         y, given = (Vector(width, network.multiplier.device, "f32") for width in (INNER, HIDDEN))
-        given.floats.copy_(x[0])
+        given.floats.copy_(x)
         given.record()
         gpu.names.clear()
         network.step(given, y)
         assert len(gpu.names) == {"Q4_0 Q4_0": 1, "Q4_0 Q8_0": 2, "F16 F16": 1}[types]
-        np.testing.assert_allclose(y.floats.numpy(), expected[0], rtol=1e-4, atol=1e-4 * np.abs(expected).max())
+        np.testing.assert_allclose(y.floats[0].numpy(), expected[0], rtol=1e-4, atol=1e-4 * np.abs(expected).max())
         made = y.records.buffer.view(np.float32).reshape(-1, 8, 8, 32, 4)[0, 0]  # quads of 32 blocks
-        np.testing.assert_array_equal(made.transpose(1, 0, 2).reshape(-1)[:INNER], y.floats.numpy())
+        np.testing.assert_array_equal(made.transpose(1, 0, 2).reshape(-1)[:INNER], y.floats[0].numpy())
 
 
 def layer(activation: str, types: str, ungated: bool, biased: bool, x: np.ndarray, precision: str = "f32") -> Any:

@@ -15,7 +15,7 @@ all made before the first token.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -45,11 +45,19 @@ _PARTS = 8  # at most one part in so many of the weights is repacked before a ba
 
 
 class Decoder:
-    """The layers of a GGUF with a cache of keys and values."""
+    """The layers of a GGUF with a cache of keys and values.
 
-    def __init__(self, file: GGUFFile, config: DecoderConfig, context: int, kv: str, precision: str):
-        self.config, self.precision = config, precision
-        weights = self._weights_of(file)  # checks what the cache takes memory for
+    followed  float32 [n, hidden]: normalized states of the last tokens that followed
+    given     float32 [n, hidden]: where tokens come with states (`Weights.pairs`), those of the next tokens
+    """
+
+    def __init__(
+        self, file: GGUFFile, config: DecoderConfig, context: int, kv: str, precision: str,
+        weights: Weights | None = None,
+    ):  # fmt: skip
+        """`weights`: by default all of the file."""
+        self._file, self.config, self.precision = file, config, precision
+        weights = weights or read_weights(file, config)  # checks what the cache takes memory for
         check_context(file, config, context)
         self.cache = KVCache(config, context, kv)
         self._kv = kv
@@ -62,16 +70,19 @@ class Decoder:
         self._steps: dict[int, CpuMachine] = {}  # of a token of each of so many contexts
         self._prompt: CpuMachine | None = None  # of the last prompt, or part of one
         self._matrices = [m for layer in self.layers for m in layer.matrices] + [self.output]
+        if weights.pairs is not None:
+            self._matrices.insert(0, weights.pairs.joined)
         self._numbered = [m for m in self._matrices if m.type in READ and READ[m.type].numbered]  # not repacked yet
         self._prepared = 0  # number of these matrices that are repacked
         self._nbytes = sum(m.nbytes for m in self._matrices)
         self._computing = 0.0  # seconds that tokens have taken so far
         self._passes = 0  # through the layers so far
         self.preparing = 0.0  # seconds that repacking has taken so far
-        self.followed = np.zeros((0, config.hidden), np.float32)  # normalized states of the last tokens that followed
+        self.followed = self.given = np.zeros((0, config.hidden), np.float32)
 
-    def _weights_of(self, file: GGUFFile) -> Weights:
-        return read_weights(file, self.config)
+    def beside(self, config: DecoderConfig, weights: Weights) -> Self:
+        """Another decoder, of some of the file's weights."""
+        return type(self)(self._file, config, self.cache.context, self._kv, self.precision, weights)
 
     def begin(self) -> None:
         """Get ready for tokens: nothing to do."""
@@ -236,6 +247,15 @@ class Decoder:
     def _embed(self, machine: CpuMachine) -> None:
         """What the first layer reads, into `machine.x`."""
         machine.look_up_tokens()
+        pairs, eps = self.weights.pairs, self.config.norm_eps
+        if pairs is not None:
+            states, self.given = self.given[: machine.n], self.given[machine.n :]
+            both = _normed(machine.x, pairs.embedding_norm, eps), _normed(states, pairs.state_norm, eps)
+            pairs.joined.matmul(np.concatenate(both, axis=1), machine.x, self.precision)
+
+
+def _normed(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
+    return (x / np.sqrt(np.mean(x * x, axis=1, keepdims=True) + np.float32(eps)) * weight).astype(np.float32)
 
 
 def last_states(layers: Callable[[Sequence[int]], Any], tokens: Sequence[int], size: int, keep: int) -> Iterator[Any]:

@@ -10,35 +10,24 @@ A pair has the place of its state's token in a cache of the layer's own. `HeadDr
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from bridge.errors import BridgeError
 from bridge.runtime.config.decoder_config import DecoderConfig
-from bridge.runtime.decoder.cpu_machine import CpuMachine
-from bridge.runtime.decoder.decoder import BATCH, Decoder
+from bridge.runtime.decoder.decoder import BATCH
 from bridge.runtime.layers.layer_reader import LayerReader, expect, vector
-from bridge.runtime.layers.layers import Weights
+from bridge.runtime.layers.layers import Pairs, Weights
 from bridge.runtime.layers.weights import read_shared
-from bridge.runtime.quant_tensor import QuantTensor
 from bridge.runtime.reader import GGUFFile
 from bridge.runtime.tokenizer import common_prefix
-from bridge.system.records import record
 
 
-@record(frozen=False)
-class Prediction:
-    """The layer that predicts a token further, as a decoder of one layer, and what makes its input."""
+def read_prediction(file: GGUFFile, config: DecoderConfig) -> tuple[DecoderConfig, Weights]:
+    """The first layer after the others, as a decoder of one layer.
 
-    config: DecoderConfig
-    weights: Weights
-    embedding_norm: np.ndarray
-    state_norm: np.ndarray
-    joined: QuantTensor  # [hidden, 2 hidden]
-
-
-def read_prediction(file: GGUFFile, config: DecoderConfig) -> Prediction:
-    """The first layer after the others; without embeddings, norm or head of its own it shares the model's.
+    Without embeddings, norm or head of its own it shares the model's.
 
     Raises BridgeError where the file has none, or a tensor of it is missing.
     """
@@ -54,41 +43,38 @@ def read_prediction(file: GGUFFile, config: DecoderConfig) -> Prediction:
     embedding = file.tensors.get(f"{name}.embed_tokens.weight", shared.embedding)
     output = file.tensors.get(f"{name}.shared_head_head.weight", shared.output)
     norm = vector(file, f"{name}.shared_head_norm.weight", hidden)
-    return Prediction(
-        config=replace(attending, layers=1, leading=0),
-        weights=replace(
-            shared,
-            embedding=expect(embedding, vocab, hidden),
-            layers=[LayerReader(file, attending, config.layers).layer()],
-            output_norm=shared.output_norm if norm is None else norm,
-            output=expect(output, vocab, hidden),
+    weights = replace(
+        shared,
+        embedding=expect(embedding, vocab, hidden),
+        layers=[LayerReader(file, attending, config.layers).layer()],
+        output_norm=shared.output_norm if norm is None else norm,
+        output=expect(output, vocab, hidden),
+        pairs=Pairs(
+            vector(file, f"{name}.enorm.weight", hidden, True),
+            vector(file, f"{name}.hnorm.weight", hidden, True),
+            expect(file[f"{name}.eh_proj.weight"], hidden, 2 * hidden),
         ),
-        embedding_norm=vector(file, f"{name}.enorm.weight", hidden, True),
-        state_norm=vector(file, f"{name}.hnorm.weight", hidden, True),
-        joined=expect(file[f"{name}.eh_proj.weight"], hidden, 2 * hidden),
     )
+    return replace(attending, layers=1, leading=0), weights
 
 
-class PredictionHead(Decoder):
-    """The layer as a decoder of one layer, whose cache holds pairs.
+class PredictionHead:
+    """The layer as a decoder of one layer, on any device, whose cache holds pairs.
 
     pairs  those of the text; the cache may hold further ones, made of guesses
     """
 
-    def __init__(self, file: GGUFFile, config: DecoderConfig, context: int, kv: str, precision: str):
-        prediction = self._prediction = read_prediction(file, config)
-        super().__init__(file, prediction.config, context, kv, precision)
-        self._matrices.insert(0, prediction.joined)
-        self._unread = np.zeros((0, config.hidden), np.float32)  # states for the next pairs
+    def __init__(self, decoder: Any):
+        """`decoder`: of what `read_prediction` returns."""
+        self.decoder, self.cache = decoder, decoder.cache
         self._first: list[int] = []  # the token whose state is in the first pair
         self.pairs = 0
 
-    def _weights_of(self, file: GGUFFile) -> Weights:
-        return self._prediction.weights
-
     def start(self, tokens: Sequence[int], cached: int) -> int:
         """Keep the pairs of the first tokens of another text, at most `cached` of them; how many there are."""
-        self.pairs = min(cached, max(0, common_prefix(self._first + self.cache.tokens[: self.pairs], tokens) - 1))
+        self.decoder.begin()
+        known = self._first + self.decoder.read[: self.pairs]
+        self.pairs = min(cached, max(0, common_prefix(known, tokens) - 1))
         self._first = list(tokens[:1])
         return self.pairs
 
@@ -108,30 +94,19 @@ class PredictionHead(Decoder):
     def guesses(self, states: np.ndarray, tokens: Sequence[int]) -> np.ndarray:
         """As `read_pairs`: int [n], the most likely token after each pair."""
         self.pairs += len(tokens)
-        self._unread = states
-        return self.logits(self.run(tokens, len(tokens))).argmax(1)
+        self.decoder.given = states
+        return np.asarray(self.decoder.logits(self.decoder.run(tokens, len(tokens)))).argmax(1)
 
     def _read(self, states: np.ndarray, tokens: Sequence[int]) -> tuple[np.ndarray, int]:
-        self._unread = states
-        if len(tokens) > self.room():
-            state = self.run(tokens)
-            return state, int(self.logits(state)[0].argmax())
-        rows = self.follow(tokens)
-        return self.followed[-1:], int(rows[-1].argmax())
-
-    def _embed(self, machine: CpuMachine) -> None:
-        super()._embed(machine)
-        states, self._unread = self._unread[: machine.n], self._unread[machine.n :]
-        prediction, eps = self._prediction, self.config.norm_eps
-        both = _normed(machine.x, prediction.embedding_norm, eps), _normed(states, prediction.state_norm, eps)
-        prediction.joined.matmul(np.concatenate(both, axis=1), machine.x, self.precision)
+        self.decoder.given = states
+        if len(tokens) > self.decoder.room():
+            state = self.decoder.run(tokens)
+            return state, int(self.decoder.logits(state)[0].argmax())
+        rows = self.decoder.follow(tokens)
+        return self.decoder.followed[-1:], int(rows[-1].argmax())
 
 
-def _normed(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
-    return (x / np.sqrt(np.mean(x * x, axis=1, keepdims=True) + np.float32(eps)) * weight).astype(np.float32)
-
-
-def agreement(decoder: Decoder, head: PredictionHead, tokens: Sequence[int]) -> tuple[int, int]:
+def agreement(decoder: Any, head: PredictionHead, tokens: Sequence[int]) -> tuple[int, int]:
     """How many tokens the layer guesses as the model chooses them, and of how many.
 
     At each place of a text, given what the text has up to there: the most likely token of both.

@@ -8,7 +8,7 @@ from typing import Any
 from bridge.errors import BridgeError, parameter
 from bridge.runtime.config.decoder_config import DecoderConfig
 from bridge.runtime.decoder.decoder import Decoder
-from bridge.runtime.decoder.prediction import PredictionHead
+from bridge.runtime.decoder.prediction import PredictionHead, read_prediction
 from bridge.runtime.reader import GGUFFile
 from bridge.system.cpu.fork_locks import ForkLock
 from bridge.system.devices import choose, cpu_note, cuda
@@ -26,7 +26,7 @@ class SharedDecoder:
 
     def __init__(self, file: GGUFFile, config: DecoderConfig, context: int, kv: str, precision: str, device: str):
         self.lock = ForkLock()  # held while something is computed
-        self._file, self._config, self._context = file, config, context
+        self._file, self._config = file, config
         self._call = 0  # number of the last call
         self._head: PredictionHead | None = None
         chosen, self.note = choose(device)
@@ -55,7 +55,7 @@ class SharedDecoder:
         with self.lock:
             self.decoder.prepare()
             if self._head is not None:
-                self._head.prepare()
+                self._head.decoder.prepare()
 
     def close(self) -> None:
         """Release the file and the memory; every later use raises BridgeError."""
@@ -73,11 +73,10 @@ class SharedDecoder:
             yield self.decoder
 
     def prediction_head(self) -> PredictionHead:
-        """The layer that predicts a token further (MTP), on the CPU; BridgeError where the file has none."""
+        """The layer that predicts a token further (MTP); BridgeError where the file has none."""
         with self.lock:
             if self._head is None:
-                kind, precision = self.decoder.cache.kind, self.decoder.precision
-                self._head = PredictionHead(self._file, self._config, self._context, kind, precision)
+                self._head = PredictionHead(self.decoder.beside(*read_prediction(self._file, self._config)))
             return self._head
 
     def in_turn(self, drawn: Iterator[int]) -> Iterator[int]:

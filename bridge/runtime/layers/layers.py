@@ -188,6 +188,15 @@ class Layer:
 
 
 @record(frozen=False)
+class Pairs:
+    """What makes the input of a layer that predicts a further token: see decoder/prediction.py."""
+
+    embedding_norm: np.ndarray
+    state_norm: np.ndarray
+    joined: QuantTensor  # [hidden, 2 hidden]
+
+
+@record
 class Weights:
     """A whole decoder; `output` is `embedding` where the two are tied."""
 
@@ -202,6 +211,7 @@ class Weights:
     inputs: Inputs | None = None  # of the layers
     streams: Streams | None = None
     positions: np.ndarray | None = None  # float32 [context, hidden], added to the embeddings
+    pairs: Pairs | None = None  # where tokens come with states
 
     def factors(self, context: int, original: int) -> np.ndarray | None:
         """What frequencies are divided by in a context; LongRoPE's differ beyond the original one."""
@@ -213,4 +223,6 @@ class Weights:
         matrices = [] if self.inputs is None else [self.inputs.project]
         if self.streams is not None:
             matrices += self.streams.begin + self.streams.end
+        if self.pairs is not None:
+            matrices.append(self.pairs.joined)
         return matrices + [m for layer in self.layers if layer.laurel for m in (layer.laurel.left, layer.laurel.right)]

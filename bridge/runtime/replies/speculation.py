@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from bridge.errors import BridgeError, parameter
-from bridge.runtime.decoder.decoder import WIDEST, Decoder
+from bridge.runtime.decoder.decoder import WIDEST
 from bridge.runtime.decoder.prediction import PredictionHead
 from bridge.runtime.sampling import Sampler
 from bridge.runtime.tokenizer import common_prefix
@@ -109,7 +109,7 @@ class HeadDrafter(Drafter):
 
     def __init__(self, head: PredictionHead):
         self._head = head
-        self._states = np.zeros((0, head.config.hidden), np.float32)  # of tokens that the head has not read
+        self._states = np.zeros((0, head.decoder.config.hidden), np.float32)  # of tokens that the head has not read
 
     def begin(self, tokens: Sequence[int], cached: int) -> int:
         return self._head.start(tokens, cached)
@@ -175,7 +175,7 @@ class Speculation:
 
 
 def drawn_with(
-    speculation: Speculation, decoder: Decoder, tokens: Sequence[int], sampler: Sampler, cached: int
+    speculation: Speculation, decoder: Any, tokens: Sequence[int], sampler: Sampler, cached: int
 ) -> Iterator[int]:
     """As `Decoder.draw`, with guesses."""
     cache = decoder.cache
@@ -200,7 +200,7 @@ def drawn_with(
 
 def drafter_for(model: Any, draft: Any) -> Drafter:
     """What guesses tokens for a `Model`; BridgeError where nothing can, or the sums would be others."""
-    check_decoder(model._decoder, model.device)
+    check_decoder(model._decoder)
     if hasattr(draft, "prediction_head"):  # another `Model`
         check_draft_model(model, draft)
         return ModelDrafter(draft)
@@ -209,10 +209,8 @@ def drafter_for(model: Any, draft: Any) -> Drafter:
     return NgramDrafter() if draft == "ngram" else HeadDrafter(model.prediction_head())
 
 
-def check_decoder(decoder: Any, device: str) -> None:
+def check_decoder(decoder: Any) -> None:
     """Raise BridgeError where several tokens in a step do not become what each would alone, or cost as much."""
-    if not isinstance(decoder, Decoder):
-        raise BridgeError(f"device {device}: {parameter('draft')} runs on the CPU alone; leave it out, or choose cpu")
     if (matrix := decoder.multiplied_one_by_one()) is not None:
         raise BridgeError(
             f"{matrix.name}: {matrix.type} {list(matrix.shape)} has no kernel for several tokens with the sums of one: "
@@ -224,8 +222,6 @@ def check_draft_model(model: Any, draft: Any) -> None:
     """Raise BridgeError if one `Model` cannot guess tokens for another."""
     if draft is model:
         raise BridgeError(f"{parameter('draft')}: a model cannot guess for itself; choose a smaller one")
-    if not isinstance(draft._decoder, Decoder):
-        raise BridgeError(f"{parameter('draft')}: the model is on device {draft.device}; load it with device cpu")
     main, other = model.tokenizer, draft.tokenizer
     if main.tokens != other.tokens:
         token = common_prefix(main.tokens, other.tokens)
