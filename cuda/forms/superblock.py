@@ -159,7 +159,10 @@ def _steps(held, lane):
 
 
 def _integer(weights, low, high, step, sums):
-    """The unit times int8 values of x: `low` and `high` 16 each, in four words; `sums` of each 16 as two int16."""
+    """The unit times int8 values of x: `low` and `high` 16 each, in four words; `sums` of each 16 as two int16.
+
+    What is fused is named, so that the compiler has nothing to choose, and all columns have the sums of one.
+    """
     codes, scale, least, d, dmin = weights
     if WIDE:
         total = dp2a(sums, ZEROS, 0) if ZERO else 0
@@ -176,7 +179,7 @@ def _integer(weights, low, high, step, sums):
             total = dp4a(codes[i], low[i], total)
             other = dp4a(codes[4 + i], high[i], other)
         if TWO:
-            return step * (d * float32(total) + dmin * float32(other))
+            return step * fma(dmin, float32(other), d * float32(total))
         if IN_PLACE:
             total = shl(total, 2)
         total = mad(total, signed_byte(scale, 0), 0)
@@ -187,7 +190,7 @@ def _integer(weights, low, high, step, sums):
             d *= float32(0.0625)
     value = d * float32(total)
     if MINS:
-        value += (-dmin if K else dmin) * float32(dp2a(sums, 0x0101 if WIDE else least, 0))
+        value = fma(-dmin if K else dmin, float32(dp2a(sums, 0x0101 if WIDE else least, 0)), value)
     return step * value
 
 
@@ -230,7 +233,10 @@ def _line(held, lane):
         else:
             value[2 + h] = step * float32(-BASE)
         if MINS:
-            value[2 + h] += -dmin * float32(least if WIDE else bits(least, 8 * h, 255)) if K else dmin
+            if K:
+                value[2 + h] = fma(-dmin, float32(least if WIDE else bits(least, 8 * h, 255)), value[2 + h])
+            else:
+                value[2 + h] += dmin
     return gathered(value, 4)
 
 

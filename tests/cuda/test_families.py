@@ -58,14 +58,17 @@ def check(path: Path) -> str:
         path, precision="f32", kv="f32", context=64, device="cuda"
     ) as model:  # fmt: skip
         prompt, decoder = model.logits(TOKENS[:LENGTH]), model._decoder
+        decoder.cache.come_back_to(LENGTH)
         steps = np.array([decoder.next_scores(token).copy() for token in TOKENS[LENGTH:]])
         plain = NumpyMachine(read_weights(bridge.open_gguf(path), model.config), model.config, 64)
         expected = np.concatenate([plain.logits(plain.read(part)) for part in (TOKENS[:LENGTH], TOKENS[LENGTH:])])
         limit = 1e-4 * np.abs(expected).max()
         np.testing.assert_allclose(np.concatenate([prompt, steps]), expected, rtol=0, atol=limit)
         assert decoder.kept([*TOKENS, 5]) == len(TOKENS)
-        back = decoder.kept([*TOKENS[:LENGTH], 5])
-        assert back == (LENGTH if model.config.recurrent is None else LENGTH - 1)
+        for length in (LENGTH, LENGTH - 1):  # where a prompt ends, and before its last token
+            assert decoder.kept([*TOKENS[:length], 5]) == length
+        decoder.cache.length = LENGTH
+        np.testing.assert_array_equal(decoder.follow(TOKENS[LENGTH:]), steps)
         return model.config.arch
 
 

@@ -127,8 +127,47 @@ def test_a_product_makes_the_records_of_the_next_one_and_is_normalized_after_it(
         matvec.launch(other, made, z, 1, 0, shape=SMALL, normed=matvec.Normed(squares, 0.25))
         scaled = y * gain if precision == "f32" else rounded(y * gain)
         assert_product(z * np.sqrt((y.astype(np.float64) ** 2).mean() + 0.25), scaled, then_weights)
-    with pytest.raises(BridgeError, match=r"Q4_0: 2 columns, .* and records of 32 rows do not go"):
-        matvec_kernel.kernel("Q4_0", 2, shape, False, "recorded")
+    with pytest.raises(BridgeError, match=r"Q4_0: 8 columns, .* and records of 32 rows do not go"):
+        matvec_kernel.kernel("Q4_0", 8, shape, False, "recorded")
+
+
+@pytest.mark.parametrize(("name", "precision", "n", "shape"), [
+    ("Q4_K", "int8", 4, MatvecShape(2, 2, 2, 4)), ("Q6_K", "int8", 3, MatvecShape(2, 1, 4, 4)),
+    ("Q8_0", "f32", 4, MatvecShape(2, 1, 2, 4)), ("Q4_0", "int8", 2, MatvecShape(2, 2, 1, 4)),
+    pytest.param("Q2_K", "int8", 4, MatvecShape(2, 2, 4, 4), marks=pytest.mark.exhaustive),
+    pytest.param("Q5_K", "f32", 3, MatvecShape(2, 1, 4, 4), marks=pytest.mark.exhaustive),
+])  # fmt: skip
+def test_up_to_four_columns_have_the_sums_of_one_in_a_decoder_s_step(name, precision, n, shape):
+    """To the last bit, of the same shape: what is added, records, squares, and what is normalized by these."""
+    first, then = (
+        DeviceMatrix.upload(random_matrix(TYPES[name], *size, seed=seed)[0], "cuda")
+        for seed, size in enumerate(((64, 4608), (64, 256)))
+    )
+    rng = np.random.default_rng(5)
+    gain, bias = rng.uniform(0.5, 1.5, (2, 64)).astype(np.float32)
+    x, before = rng.standard_normal((n, 4608)).astype(np.float32), rng.standard_normal((n, 64)).astype(np.float32)
+    sums = rng.uniform(1, 9, (4, 8)).astype(np.float32)
+    other = rng.standard_normal((n, 256)).astype(np.float32)
+
+    def run(rows: slice) -> list[np.ndarray]:
+        y, count = before[rows].copy(), len(x[rows])
+        squares, counters = np.zeros((4, 4), np.float32), np.zeros(2, np.int32)
+        made, given = Records(64, count, "cuda", precision), Records(4608, count, "cuda", precision)
+        given.quantize(x[rows], count)
+        recorded = matvec.Recorded(made, counters, gain, squares.reshape(-1))
+        matvec.launch(first, given, y, count, 0, True, bias, shape, None, recorded)
+        given = Records(256, count, "cuda", precision).quantize(other[rows], count)
+        normed = matvec.Normed(np.roll(sums, -rows.start, 0).reshape(-1), 0.5)
+        z, of_z = np.full((count, 64), np.nan, np.float32), Records(64, count, "cuda", precision)
+        how = normed, matvec.Recorded(of_z, counters), False, bias, "silu", False
+        matvec.launch_activated(then, given, z, count, 0, shape, *how)
+        assert not counters.any()
+        columns = [records.buffer.reshape(4, 8, -1)[:, :count] for records in (made, of_z)]
+        return [y, squares[:count], z, *(np.swapaxes(each, 0, 1) for each in columns)]
+
+    alone = [run(slice(i, i + 1)) for i in range(n)]
+    for together, each in zip(run(slice(0, n)), zip(*alone, strict=True), strict=True):
+        np.testing.assert_array_equal(together, np.concatenate(each))
 
 
 @pytest.mark.parametrize("precision", ["int8", pytest.param("f32", marks=pytest.mark.exhaustive)])

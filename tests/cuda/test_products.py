@@ -16,7 +16,7 @@ from bridge.blocks import BLOCKS
 from bridge.blocks.read import WRITTEN
 from bridge.errors import BridgeError
 from bridge.runtime import QuantTensor
-from tests.support import ptx
+from tests.support import ptx, sass
 from tests.support.gpu.device import pretended_gpu
 from tests.support.places import ROOT
 from tests.support.random_blocks import ALL, FACTOR, assert_product, random_matrix, rounded
@@ -226,18 +226,30 @@ def test_no_product_with_chosen_experts_spills(block):
 @pytest.mark.exhaustive
 @ALL
 @pytest.mark.parametrize("dependent", [False, True])
-def test_no_product_of_a_decoder_s_step_spills(block, dependent):
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_no_product_of_a_decoder_s_step_spills(block, dependent, n):
     for exact in (False, True):
         for split, epilogue in (
             (1, "normed"), (2, "bias_accumulate_recorded_gain"), (1, "bias_gelu_normed_recorded")
         ):  # fmt: skip
             kernel = matvec_kernel.kernel(
-                block.name, 1, MatvecShape(2, 2 - exact, split, 4), exact, epilogue, dependent
+                block.name, n, MatvecShape(2, 2 - exact, split, 4), exact, epilogue, dependent
             )
             code = ptx.ptx_of(kernel, kernel.oldest)
             for capability in ((9, 0), (10, 0), (12, 0)) if dependent else CAPABILITIES:
                 made = ptx.assembled(code, capability, kernel.registers)
                 assert (made.stack, made.spills) == (0, 0), (kernel.name, capability)
+
+
+@compiler
+@ALL
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_the_compiler_fuses_nothing_that_is_not_named(block, n):
+    """Its choice might differ between kernels, and several columns would not have the sums of one."""
+    kernel = matvec_kernel.kernel(block.name, n, MatvecShape(2, 2, 2, 4), False, "")
+    code = ptx.ptx_of(kernel, kernel.oldest)
+    for capability in CAPABILITIES:
+        assert sass.fused_sums(ptx.machine_code(code, capability, kernel.registers)) == code.count("fma.rn.f32")
 
 
 @ALL

@@ -70,7 +70,7 @@ def test_the_layer_computes_what_transformers_layer_does(folder: Path) -> None:
     states = model._decoder.states(TOKENS, len(TOKENS))
     expected = expected_states(folder, states)
     head = model.prediction_head()
-    logits = head.logits(expected)
+    logits = head.decoder.logits(expected)
     assert (head.guesses(states, TOKENS[1:]) == logits.argmax(1)).all()
     head.start((), 0)
     for start, stop in ((0, 20), (20, 23), (23, 24), (24, 39)):
@@ -115,7 +115,7 @@ def test_a_layer_that_guesses_as_the_model_replies_is_right(folder: Path, tmp_pa
     """Its guesses are made to be the model's reply: all are accepted, after prompts that share a start."""
     model = bridge.Model.load(converted(without_own_embeddings(folder, tmp_path / "shared"), "Q8_0"), context=64)
     head = model.prediction_head()
-    assert head.embedding is model._decoder.embedding
+    assert head.decoder.embedding is model._decoder.embedding
     plain = list(model.generate_tokens(TOKENS[:20], 40, temperature=0))
     text = TOKENS[:20] + plain
     read = head._read
@@ -169,7 +169,7 @@ def test_agreement_counts_the_guesses_that_the_model_would_make(folder: Path) ->
     decoder, head = model._decoder, model.prediction_head()
     right, of = agreement(decoder, head, TOKENS)
     states = decoder.states(TOKENS, len(TOKENS))
-    guessed = head.logits(expected_states(folder, states)).argmax(1)
+    guessed = head.decoder.logits(expected_states(folder, states)).argmax(1)
     assert of == 39
     assert right == int((guessed == decoder.logits(states[1:]).argmax(1)).sum())
 

@@ -284,6 +284,4 @@ def test_matrices_that_are_multiplied_one_token_at_a_time_are_refused(tmp_path: 
     with open_gguf(path) as file:
         decoder = Decoder(file, read_config(file.metadata, path), 16, "f16", "int8")
         with pytest.raises(BridgeError, match=r"blk.0.ffn_down.weight: F16 \[32, 32\] has no kernel .* leave it out"):
-            check_decoder(decoder, "cpu")
-        with pytest.raises(BridgeError, match="device cuda:0: draft runs on the CPU alone"):
-            check_decoder(object(), "cuda:0")
+            check_decoder(decoder)

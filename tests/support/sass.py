@@ -12,7 +12,7 @@ import struct
 
 _LOAD, _NOT_KEPT, _WIDTHS = 0x181, 5, {4: 1, 5: 2, 6: 4}
 _LOGIC, _PERMUTE, _SHIFT, _DOT = 0x012, 0x016, 0x019, 0x026
-_BRANCH, _MMA = 0x147, 0x03C
+_BRANCH, _MMA, _FUSED = 0x147, 0x03C, 0x023
 _REGISTER = 1
 _PROGRAM, _EXECUTABLE = 1, 4  # a section's type and one of its flags
 
@@ -44,6 +44,11 @@ def weight_loads(cubin: bytes) -> tuple[int, int]:
                 operands.add(word >> 32 & 0xFF)
             needed |= bool(operands & loaded)
     return before, every
+
+
+def fused_sums(cubin: bytes) -> int:
+    """Multiplications of float32 whose results are added without being rounded."""
+    return sum(word & 0x1FF == _FUSED for word in _code(cubin))
 
 
 def mma_loop(cubin: bytes) -> int:

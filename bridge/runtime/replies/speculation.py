@@ -222,6 +222,7 @@ def check_draft_model(model: Any, draft: Any) -> None:
     """Raise BridgeError if one `Model` cannot guess tokens for another."""
     if draft is model:
         raise BridgeError(f"{parameter('draft')}: a model cannot guess for itself; choose a smaller one")
+    _ = draft._decoder.vocab  # raises if the model is closed
     main, other = model.tokenizer, draft.tokenizer
     if main.tokens != other.tokens:
         token = common_prefix(main.tokens, other.tokens)
