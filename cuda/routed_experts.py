@@ -25,7 +25,7 @@ from bridge.cuda.product.activations import Records
 from bridge.cuda.product.experts import ExpertMatrices, grouped
 from bridge.cuda.product.halves import Halves, floats_by_torch, halved
 from bridge.cuda.product.matmul import LENGTHS, Multiplier
-from bridge.cuda.product.matvec import Recorded
+from bridge.cuda.product.matvec import Recorded, work_of
 from bridge.cuda.product.products import Gated, Stack, Vector
 from bridge.cuda.toolchain.device import Device, Memory, upload, view, zeros
 
@@ -66,7 +66,7 @@ class FloatExperts:
 
     def multiply(
         self, x: Any, chosen: Any, bias: Any = None, activation: None = None, dependent: bool = False,
-        recorded: None = None,
+        recorded: None = None, shape: None = None,
     ) -> Any:  # fmt: skip
         """As that of ExpertMatrices, of x f32 [n, columns], without what is fused."""
         import torch
@@ -77,7 +77,10 @@ class FloatExperts:
 
 
 class DeviceExperts:
-    """A layer's experts on the device."""
+    """A layer's experts on the device.
+
+    steps   whether `mix` takes several tokens of a step at once, with the sums of each alone
+    """
 
     def __init__(self, experts: Experts, config: DecoderConfig, multiplier: Multiplier):
         """Upload them. Raises BridgeError where the experts are not alike, and as DeviceMatrix does."""
@@ -115,19 +118,16 @@ class DeviceExperts:
             down = tuple(QuantTensor(matrix.name, matrix.type, matrix.shape, matrix.raw) for matrix in down)
             biases[2] = None if biases[2] is None else biases[2] / self._factors[:, None]
         self._down = self._stack([down]), biases[2]
-        self._recorded: Recorded | None = None
-        if self._fused and isinstance(self._down[0], ExpertMatrices):
-            inner, used = gate[0].shape[0], config.routing.used
-            records = Records(inner, used, self.device, multiplier.precision)
-            self._recorded = Recorded(records, view(zeros(self.device, used * inner // 32, torch.int32)))
+        self._records = self._fused and isinstance(self._down[0], ExpertMatrices)
+        self._recorded: dict[int, Recorded] = {}  # by numbers of pairs, of a step
         self._shorten, self._lengthen = alone(experts.shorten), alone(experts.lengthen)
         self._shared: Any = None
         if experts.shared is not None:
             *inner, last = experts.shared
             self._shared, self._shared_down = Gated(*inner, multiplier, None, config.activation), alone(last)
-            widths = config.hidden, self._shared.inner
-            self._x, self._between = (Vector(width, self.device, multiplier.precision) for width in widths)
-            self._added = zeros(self.device, (1, config.hidden))
+            self._between: dict[int, tuple[Vector, Vector, Any]] = {}  # by numbers of tokens, of a step
+        one_each = self._shorten is None and self._lengthen is None
+        self.steps = one_each and all(isinstance(stack, ExpertMatrices) for stack, _ in (*self._inner, self._down))
 
     def _stack(self, parts: Sequence[Sequence[QuantTensor]]) -> ExpertMatrices | FloatExperts:
         """The tensors of all experts on the device, of several parts with their rows in turn."""
@@ -143,30 +143,33 @@ class DeviceExperts:
             return ExpertMatrices(list(zip(*parts, strict=True)), self.device)
         return FloatExperts(parts[0], self.device, self.multiplier.precision)
 
-    def mix(self, x: Any, routed: Any = None, dependent: bool = False, records: Records | None = None) -> Any:
+    def mix(
+        self, x: Any, routed: Any = None, dependent: bool = False, records: Records | None = None, step: bool = False
+    ) -> Any:  # fmt: skip
         """x f32 [n, hidden] on the device -> the same: what the experts add.
 
         routed     what the router reads, f32 [n, hidden], if that is not x
-        dependent  launches may begin while the one before them ends (launch.py), those of one token
-        records    of x, where it is one token and there are some
+        dependent  launches may begin while the one before them ends (launch.py), those of a step
+        records    of x, where they are a step's and there are some
+        step       they have the sums of each token alone, as one has
         """
         n, before = len(x), self.config.routing.before
-        x = x.contiguous()
-        few = n == 1 or all(stack.takes(n * self.config.routing.used) for stack, _ in (*self._inner, self._down))
+        x, step = x.contiguous(), step or n == 1
+        few = step or all(stack.takes(n * self.config.routing.used) for stack, _ in (*self._inner, self._down))
         chosen, weights, logits = self._choose(x if routed is None else routed.contiguous(), few, dependent)
         if routed is not None and self._gated:
             logits[:, -1] = x @ self._router[-1]
-        if n == 1 and records is None:
-            records = Records(x.shape[1], 1, self.device, self.multiplier.precision, clear=False)
-            records.quantize(x, 1, self.device.stream(), dependent)
+        if step and records is None:
+            records = Records(x.shape[1], n, self.device, self.multiplier.precision, clear=False)
+            records.quantize(x, n, self.device.stream(), dependent)
         if self._factors is not None:
             weights *= self._factors[chosen]
-        shared = None if self._shared is None else self._share(x, records, dependent)
+        shared = None if self._shared is None else self._share(x, records if step else None, dependent)
         read = x if self._shorten is None else self._shorten.multiply(x)
         if few:
             if before:
                 read = (read[:, None] * weights[:, :, None]).flatten(0, 1)
-            made = self._at_once(read, records if read is x else None, chosen.flatten(), dependent)
+            made = self._at_once(read, records if read is x else None, chosen.flatten(), dependent, step)
         else:
             made = self._by_expert(read, chosen.flatten(), weights.flatten() if before else None)
         if self._lengthen is None:
@@ -182,7 +185,7 @@ class DeviceExperts:
         product = n <= routing.MULTIPLIED
         logits = torch.empty((n, rows), device=x.device) if product else x @ self._router.T
         # what torch reads must be experts, even where launches are only noted
-        memory = torch.empty if few and self._recorded is not None else torch.zeros
+        memory = torch.empty if few and self._records else torch.zeros
         chosen = memory((n, how.used), dtype=torch.int64, device=x.device)
         weights = torch.empty((n, how.used), device=x.device)
         router_bias, choice_bias = self._biases
@@ -196,19 +199,33 @@ class DeviceExperts:
         )  # fmt: skip
         return chosen, weights, logits
 
-    def _at_once(self, x: Any, records: Records | None, chosen: Any, dependent: bool) -> Any:
+    def _at_once(self, x: Any, records: Records | None, chosen: Any, dependent: bool, step: bool) -> Any:
         """What the chosen experts make of x f32 [n, outer] or [pairs, outer]: f32 [pairs, outer]."""
-        precision, activation = self.multiplier.precision, self.config.activation
+        precision, activation, used = self.multiplier.precision, self.config.activation, self.config.routing.used
 
-        def made(part: Any, x: Any, records: Any = None, *how: Any) -> Any:
+        def made(part: Any, x: Any, records: Any = None, activation: Any = None, recorded: Any = None) -> Any:
             stack, bias = part
-            return stack.multiply(records or stack.records(x, precision, dependent), chosen, bias, *how)
+            shape = None
+            if step and isinstance(stack, ExpertMatrices):
+                shape, _ = work_of(stack[0], 1, precision == "f32", None, used, alone=recorded is None)
+            given = records or stack.records(x, precision, dependent)
+            return stack.multiply(given, chosen, bias, activation, dependent, recorded, shape)
 
         if not self._fused:
             return made(self._down, gates.by_torch(activation, *(made(part, x) for part in self._inner)))
-        recorded = self._recorded if len(chosen) == self.config.routing.used else None
-        y = made(self._inner[0], x, records, activation, dependent, recorded)
-        return made(self._down, y, recorded and recorded.records, None, dependent)
+        recorded = self._recorded_of(len(chosen)) if step and self._records else None
+        y = made(self._inner[0], x, records, activation, recorded)
+        return made(self._down, y, recorded and recorded.records)
+
+    def _recorded_of(self, pairs: int) -> Recorded:
+        """Where gate and up of a step leave records."""
+        import torch
+
+        if pairs not in self._recorded:
+            inner = self._down[0].columns
+            records = Records(inner, pairs, self.device, self.multiplier.precision)
+            self._recorded[pairs] = Recorded(records, view(zeros(self.device, pairs * inner // 32, torch.int32)))
+        return self._recorded[pairs]
 
     def _by_expert(self, x: Any, chosen: Any, weights: Any) -> Any:
         """The same of more tokens, expert by expert; weights f32 [pairs] of what they read, or None. The host waits."""
@@ -241,12 +258,17 @@ class DeviceExperts:
 
     def _share(self, x: Any, records: Records | None, dependent: bool) -> Any:
         """What the shared expert makes of x, f32 [n, hidden]."""
-        if len(x) > 1:
+        if records is None:
             return self._shared_down.multiply(self._shared.multiply(x, self._shared_down))
-        self._x.floats, self._x.records = x, records
-        self._shared.step(self._x, self._between, None, dependent)
-        self._shared_down.step(self._between, self._added, dependent=dependent)
-        return self._added
+        n, width = x.shape
+        if n not in self._between:
+            given, inner = (Vector(w, self.device, self.multiplier.precision, n) for w in (width, self._shared.inner))
+            self._between[n] = given, inner, zeros(self.device, (n, width))
+        given, inner, added = self._between[n]
+        given.floats, given.records = x, records
+        self._shared.step(given, inner, None, dependent)
+        self._shared_down.step(inner, added, dependent=dependent)
+        return added
 
     def _weigh(self, made: Any, weights: Any, shared: Any, logits: Any, dependent: bool) -> Any:
         """The weighted sum of made f32 [n * used, outer] and, where it is given, the shared expert: f32 [n, outer]."""

@@ -200,12 +200,12 @@ class Step(CudaMachine):
         return self._joined(made)
 
     def _experts(self, experts: DeviceExperts, x: Any, routed: Any, records: Records | None) -> Any:
-        if self.n == 1:
-            return super()._experts(experts, x, routed, records)
+        if self.n == 1 or (experts.steps and routed is None):
+            return experts.mix(x, routed, self.dependent, records, step=True)
         made = []
         for i, row in enumerate(x.split(1)):
             own = None if routed is None else routed[i : i + 1]
-            made.append(super()._experts(experts, row, own, records and records.of(i)))
+            made.append(experts.mix(row, own, self.dependent, records and records.of(i)))
         return self._joined(made)
 
     def choose(self, count: int | None) -> list[Callable[[], None]]:

@@ -103,7 +103,7 @@ class ExpertMatrices:
 
     def multiply(
         self, records: Records, chosen: Any, bias: Any = None, activation: str | None = None, dependent: bool = False,
-        recorded: Recorded | None = None,
+        recorded: Recorded | None = None, shape: MatvecShape | None = None,
     ) -> Any:  # fmt: skip
         """The products of n columns with the experts that each chose: float32 [pairs, rows]; one launch.
 
@@ -112,7 +112,8 @@ class ExpertMatrices:
         activation  of gates.py: [pairs, rows / 2] from rows of gate and up in turn, [pairs, rows] from those of one
                     tensor
         dependent   it may begin while the launch before it ends (launch.py)
-        recorded    where records of the products of one column go, see matvec.py: int32 [pairs * rows / 32] counters
+        recorded    where records of the products go, see matvec.py: int32 [pairs * rows / 32] counters
+        shape       by default that for so many pairs
         """
         import torch
 
@@ -121,7 +122,7 @@ class ExpertMatrices:
         offset = None if bias is None else devices.view(bias.view(-1))
         arrays = devices.view(y), devices.view(chosen)
         with self.device.active():
-            launch(self, records, *arrays, self.memory.stream(), offset, activation, None, dependent, recorded)
+            launch(self, records, *arrays, self.memory.stream(), offset, activation, shape, dependent, recorded)
         return y
 
 

@@ -54,6 +54,7 @@ def test_a_step_takes_no_more_launches_than_the_docs_say(name: str) -> None:
     _, types = step_costs.described(name)
     counts = step_costs.launches(step_costs.MODELS[name], types)
     assert all(count <= int(most) for count, most in zip(counts, found.groups(), strict=True)), counts
+    assert step_costs.row_of_four(name) in docs
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,9 @@
 
 Launches are those of a decoder that runs here with kernels that do nothing: of the model's layers and types, but of
 small matrices, as sizes change no launch. Bytes are those of a Q4_K_M file (gpt-oss: MXFP4 and Q8_0) at the real sizes:
-matrices, of experts those that a token goes through, of the embeddings a row, and keys and values of 4,096 tokens.
+matrices, of experts those that a token goes through, of the embeddings a row, and keys and values of 4,096 tokens. A
+step of four tokens, whose guesses are checked together, reads what a step of one does but for experts: of these as many
+as four tokens choose that choose at random. It reads the cache four times.
 
 **Tokens a second are a model**, for llama.cpp too:
 
@@ -168,15 +170,17 @@ def file_bytes(outline: Outline, types: dict[str, str]) -> int:
     return sum(math.prod(_stored(tensor.shape, types[tensor.name])) for tensor in outline.tensors)
 
 
-def weight_bytes(outline: Outline, types: dict[str, str]) -> int:
-    """Bytes of weights that a token reads."""
+def weight_bytes(outline: Outline, types: dict[str, str], tokens: int = 1) -> int:
+    """Bytes of weights that a step reads."""
     c = _config(outline)
 
     def of(tensor: OutlineTensor) -> int:
         nbytes = math.prod(_stored(tensor.shape, types[tensor.name]))
         if tensor.kind == "token_embd" and not tied(outline.tensors):
             return nbytes // tensor.shape[0]
-        return nbytes * c.routing.used // c.experts if tensor.kind.endswith("_exps") else nbytes
+        if not tensor.kind.endswith("_exps"):
+            return nbytes
+        return int(nbytes * (1 - (1 - c.routing.used / c.experts) ** tokens))
 
     return sum(map(of, outline.tensors))
 
@@ -188,8 +192,11 @@ def cache_bytes(c: DecoderConfig, context: int) -> int:
     return sum(element * (min(context, c.window) if window else context) for window in windows)
 
 
-def launches(model: Model, types: dict[str, str]) -> tuple[int, int, int]:
-    """Launches in a step: of ours those that read weights or cache, and others, and operations of torch."""
+def launches(model: Model, types: dict[str, str], tokens: int = 1) -> tuple[int, int, int]:
+    """Launches in a step: of ours those that read weights or cache, and others, and operations of torch.
+
+    A step of one token also chooses the next one; one of several leaves that to the host.
+    """
     from bridge.cuda.decoder import Decoder
     from bridge.cuda.toolchain.launch import Kernel
 
@@ -201,10 +208,11 @@ def launches(model: Model, types: dict[str, str]) -> tuple[int, int, int]:
         file = bridge.open_gguf(_written(_outline(model, True, Path(folder)), types, Path(folder) / "model.gguf"))
         decoder = Decoder(file, read_config(file.metadata, file.path), 64, "f16", "int8", "cuda")
         decoder.prepare()
-        decoder._launch(None)  # uploads matrices
+        launch = (lambda: decoder._launch(None)) if tokens == 1 else decoder._step_of(tokens)[0].run
+        launch()  # uploads matrices
         names.clear()
         with Work() as work:
-            decoder._launch(None)
+            launch()
     others = sum(name.startswith(_OTHERS) for name in names)
     return len(names) - others, others, work.count
 
@@ -257,6 +265,23 @@ def row(name: str) -> str:
     return f"| {name} | {' | '.join(cells)} |"
 
 
+def row_of_four(name: str) -> str:
+    """The row of docs/speed.md for a step of four tokens: its launches, and how long it takes, in steps of one."""
+    outline, types = described(name)
+    cache, took = cache_bytes(_config(outline), CONTEXT), []
+    for tokens in (1, 4):
+        reading, others, torchs = launches(MODELS[name], types, tokens)
+        weights = weight_bytes(outline, types, tokens)
+        took.append(seconds(weights, tokens * cache, reading, others + torchs))
+    cells = (
+        f"{reading} + {others} + {torchs}",
+        f"{weights / 1e9:.2f} GB",
+        f"{1e3 * took[1]:.1f} ms",
+        f"{took[1] / took[0]:.2f}",
+    )
+    return f"| {name}, four tokens | {' | '.join(cells)} |"
+
+
 def checks() -> list[str]:
     """What the model says of what was measured."""
     found = []
@@ -282,7 +307,7 @@ def checks() -> list[str]:
 def main() -> None:
     print(*checks(), sep="\n")
     for name in MODELS:
-        print(row(name), flush=True)
+        print(row(name), row_of_four(name), sep="\n", flush=True)
 
 
 if __name__ == "__main__":
