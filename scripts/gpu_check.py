@@ -1,14 +1,16 @@
 """Check and measure everything on a machine with an NVIDIA GPU, in one run of at most 8 minutes.
 
-    python scripts/gpu_check.py [--json gpu_check.json] [--kernels build/kernels] [--llama-cpp DIR]
+    python scripts/gpu_check.py [--json gpu_check.json] [--kernels build/kernels] [--models DIR] [--llama-cpp DIR]
     python scripts/gpu_check.py --after gpu_check.jsonl         what an earlier run there did not end, or found wrong
 
 One product comes first, beside a check of each kind: without it, nothing else is tried. Then comes correctness, in
 several processes at once, which also compiles the kernels that are timed later: products of all types against float64,
 attention, tensors, modules, captured graphs, trellis codes, and the model in tests/data against the CPU runtime. Then
 times are measured on replays of CUDA graphs whose weights rotate beyond the L2 cache: read bandwidth, products and
-prompts beside torch's, attention, and tokens of a synthetic 8B model. gpu_checks/jobs.py lists all of them. Where nvcc
-is installed and a checkout of llama.cpp is given, its own products of a vector are compiled and timed beside ours.
+prompts beside torch's, attention, and tokens of a synthetic 8B model. gpu_checks/jobs.py lists all of them. With
+--models each GGUF of a folder is checked against the CPU runtime, too: tests/support/gpu/small_models.py makes small
+ones of all architectures. Where nvcc is installed and a checkout of llama.cpp is given, its own products of a vector
+are compiled and timed beside ours.
 Where compute-sanitizer is installed, some checks run again under it in the time that is left. The table comes last.
 Jobs for which no time is left are listed as not run.
 
@@ -46,6 +48,7 @@ HELP = f"write the results to this file, and each as soon as it is known to {LIN
 OPTIONS = (
     option("--seconds", BUDGET, help="limit for the whole run"),
     option("--kernels", Path, "DIR", "a folder of kernels compiled elsewhere"),
+    option("--models", Path, "DIR", "a folder of GGUFs of small models, to be checked too"),
     option("--llama-cpp", Path, "DIR", "a checkout of llama.cpp, to be timed too"),
     option("--after", Path, "FILE", f"{LINES} of an earlier run: what was right is kept"),
     option("--anyway", False, help="go on where not even one product works: a rehearsal"),
@@ -60,6 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     a = options.parse_args(arguments)
     if a.kernels is not None:
         os.environ["BRIDGE_KERNELS"] = str(a.kernels.resolve())
+    if a.models is not None:
+        os.environ["BRIDGE_MODELS"] = str(a.models.resolve())
     if a.llama_cpp is not None:
         os.environ["LLAMA_CPP"] = str(a.llama_cpp.resolve())
     if (reason := missing()) is not None:

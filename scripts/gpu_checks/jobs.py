@@ -37,7 +37,7 @@ CORRECT += [f"correct/configurations/{type}" for type in products.TRIED]
 CORRECT += [f"correct/tokens/{type}" for type in TYPES if type not in OTHERWISE]
 CORRECT += [f"correct/mma_int8/{type}" for type in mma_int8.TYPES]
 CORRECT += [f"correct/products/{type}/{precision}" for precision in ("int8", "f32") for type in TYPES]
-
+CORRECT += [f"correct/model/{name}" for name in model.others()]
 CORRECT += ["correct/copies", "correct/second", "correct/load", *(f"correct/linears/{type}" for type in LINEARS)]
 CORRECT += [f"correct/trellis/{mode}" for mode in trellis.WAYS] + [f"correct/experts/{type}" for type in EXPERTS]
 

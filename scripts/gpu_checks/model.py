@@ -1,6 +1,7 @@
 """Correctness of whole models: CUDA's logits against the CPU's, captured steps against single launches, and
 overlapping launches against launches one after the other."""
 
+import os
 import tempfile
 from itertools import islice
 from pathlib import Path
@@ -16,7 +17,10 @@ CHECKPOINT = Path(__file__).resolve().parents[2] / "tests" / "data" / "qwen3-gpt
 CONTEXT = 512
 PROMPTS = (200, 5, 1)  # tokens
 STEPPED = 50  # tokens one by one, after a prompt
+TOGETHER = 4, 2, 3, 1  # tokens of a step
+OTHERS = 40  # tokens of a prompt of other models
 MADE = 300
+_OTHER_SUMS = "tokens of one step have other sums than each alone"
 LIMITS = {"f32": 1e-3, "int8": 5e-2}  # relative, of logits
 WAYS: tuple[dict[str, Any], ...] = (
     {"temperature": 0},
@@ -25,13 +29,55 @@ WAYS: tuple[dict[str, Any], ...] = (
 )
 
 
-def check() -> dict[str, Any]:
-    """Prompts, steps and replies of the checkpoint in tests/data, in each precision."""
+def others() -> dict[str, Path]:
+    """GGUFs of other models, by name, in the folder that BRIDGE_MODELS names."""
+    folder = os.environ.get("BRIDGE_MODELS")
+    return {} if folder is None else {path.stem: path for path in sorted(Path(folder).glob("*.gguf"))}
+
+
+def check(name: str = "") -> dict[str, Any]:
+    """Prompts, steps and replies of the checkpoint in tests/data, in each precision; or those of `others` in float32.
+
+    The latter may be of any architecture, and small: their logits alone are compared, and kernels are not timed.
+    """
+    if name:
+        return _check_other(name, others()[name])
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.gguf"
         bridge.convert(CHECKPOINT, path)
         checked = [_check(path, precision) for precision in LIMITS]
     return {"wrong": [line for wrong, _ in checked for line in wrong], "notes": "; ".join(n for _, n in checked)}
+
+
+def _check_other(name: str, path: Path) -> dict[str, Any]:
+    options: dict[str, Any] = {"context": 64, "precision": "f32", "kv": "f32"}
+    cpu, gpu = bridge.Model.load(path, **options), bridge.Model.load(path, device="cuda", **options).prepare()
+    decoder, other = gpu._decoder, cpu._decoder
+    tokens = np.random.default_rng(0).integers(0, min(decoder.vocab, 2000), OTHERS + sum(TOGETHER)).tolist()
+    wrong: list[str] = []
+    notes: list[str] = []
+    found: list[np.ndarray] = []
+    expected: list[np.ndarray] = []
+    for side, model, runs in ((found, gpu, decoder), (expected, cpu, other)):
+        side.append(model.logits(tokens[:OTHERS]))
+        runs.cache.come_back_to(OTHERS)
+        side.append(np.stack([runs.next_scores(token).copy() for token in tokens[OTHERS:]]))
+    for what, one, another in zip(("prompt", "tokens after it"), found, expected, strict=True):
+        error = difference(one, another)
+        notes.append(f"{what} {error:.1e}")
+        wrong += [f"{name}, {what}: error {error:.2e}"] * (error > LIMITS["f32"])
+    if not np.array_equal(_together(decoder, OTHERS, tokens[OTHERS:]), found[1]):
+        wrong.append(f"{name}: {_OTHER_SUMS}")
+    runner.case("; ".join(wrong))
+    return {"wrong": wrong, "notes": ", ".join(notes)}
+
+
+def _together(decoder: Any, begun: int, tokens: list[int]) -> np.ndarray:
+    """Logits of tokens from a position on, TOGETHER of them in a step."""
+    decoder.cache.length = begun
+    ends = np.cumsum(TOGETHER).tolist()
+    parts = [tokens[end - n : end] for n, end in zip(TOGETHER, ends, strict=True)]
+    return np.concatenate([decoder.follow(part) for part in parts if part])
 
 
 def _check(path: Path, precision: str) -> tuple[list[str], str]:
@@ -58,6 +104,10 @@ def _check(path: Path, precision: str) -> tuple[list[str], str]:
     decoder.scores(tokens[:begun], 1), other.scores(tokens[:begun], 1)
     pairs = [(decoder.next_scores(t), other.logits(other.run([t]))[0]) for t in tokens[begun:]]
     judge("tokens after it", *(np.stack(side) for side in zip(*pairs, strict=True)))
+    decoder.cache.length = begun
+    few = tokens[begun : begun + sum(TOGETHER)]
+    alone = np.stack([decoder.next_scores(token) for token in few])
+    case(np.array_equal(_together(decoder, begun, few), alone), _OTHER_SUMS)
     prompt = tokens[: max(1, begun // 8)]
 
     def generated(graphs: bool, **how: Any) -> list[int]:

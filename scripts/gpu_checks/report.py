@@ -182,6 +182,8 @@ def _decode(times: dict[str, dict[str, Any]], preset: str = "") -> Row:
         f"{1e3 * time['step_seconds']:.3f} ms; sampled {time['sampled']['tokens_per_second']:.1f}; after a long prompt "
         f"{long['tokens_per_second']:.1f}, the prompt in {long['prompt_seconds']:.2f} s; upload {time['upload']:.0f} s"
     )
+    if (four := time.get("step_seconds, four tokens")) is not None:
+        detail += f"; the step of four tokens {1e3 * four:.3f} ms"
     if (apart := time.get("step_seconds, one after the other")) is not None:
         detail += f"; launches one after the other {1e3 * apart:.3f} ms"
     share = 100 * speed / bound

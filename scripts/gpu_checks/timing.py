@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from bridge.cuda import bench
 from bridge.cuda.bench import Bench, read_bandwidth
-from bridge.cuda.decoder import Decoder
+from bridge.cuda.decoder import WIDEST, Decoder
 from bridge.cuda.product import matvec_shape, mma
 from bridge.cuda.toolchain.device import require
 
@@ -92,8 +92,8 @@ def _bench(shape: str, type: str) -> Any:
 
 
 def decode(preset: str = "Q4_K") -> dict[str, Any]:
-    """Tokens a second of a synthetic Llama 3 8B in a type or mixture, with the host reading each, and of the captured
-    step alone."""
+    """Tokens a second of a synthetic Llama 3 8B in a type or mixture, with the host reading each, and seconds of the
+    captured step alone, of one token and of four."""
     file: Any = SyntheticFile(preset)
     begun = time.perf_counter()
     decoder = Decoder(file, read_config(file.metadata, file.path), CONTEXT, "f16", "int8", str(require("cuda")))
@@ -113,22 +113,24 @@ def decode(preset: str = "Q4_K") -> dict[str, Any]:
             next(stream)
         figures[name] = {"tokens_per_second": DECODED / (time.perf_counter() - first), "prompt_seconds": first - start}
         stream.close()
-    figures["step_seconds"] = _step(decoder, short)
+    figures["step_seconds"] = _step(decoder, decoder.step, decoder._captured[None], short)
+    together, graph = decoder._step_of(WIDEST)
+    figures["step_seconds, four tokens"] = _step(decoder, together, graph, short)
     if decoder.dependent:
         decoder.dependent = False
         decoder.build()
-        figures["step_seconds, one after the other"] = _step(decoder, short)
+        figures["step_seconds, one after the other"] = _step(decoder, decoder.step, decoder._captured[None], short)
     return figures
 
 
-def _step(decoder: Any, position: int) -> float:
-    """Seconds of the captured step."""
+def _step(decoder: Any, step: Any, graph: Any, position: int) -> float:
+    """Seconds of a captured step."""
     torch.cuda.synchronize()
-    decoder._set_state(position, 1)
+    decoder._set_state(step, [1] * step.n, position)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     for _ in range(DECODED):
-        decoder._captured[None].replay()
+        graph.replay()
     end.record()
     end.synchronize()
     return begin.elapsed_time(end) / 1000 / DECODED

@@ -184,7 +184,7 @@ def test_prepare_compiles_what_generating_launches(arch: str, tmp_path: Path, mo
         types = {"": "Q4_0", "attn_v": "Q5_0", "output": "Q8_0"}
         file = bridge.open_gguf(write_decoder(tmp_path / "tiny.gguf", types=types))
     else:  # its states are kept before a prompt's last token
-        from tests.cuda.test_families import converted
+        from tests.support.gpu.small_models import converted
 
         file = bridge.open_gguf(converted(arch, tmp_path, "Q4_0"))
     compiled: list[Any] = []

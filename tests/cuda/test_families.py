@@ -21,33 +21,18 @@ from bridge.runtime.quant_tensor import QuantTensor
 from bridge.runtime.sampling import Sampler, Sampling, probabilities
 from tests.runtime.test_lora import write_lora
 from tests.support import ptx
-from tests.support.family_models import ALL_BLOCKS, MODELS, copy_tokenizer, new_model, randomized
+from tests.support.family_models import MODELS
 from tests.support.gpu.device import pretended_gpu
+from tests.support.gpu.small_models import BLOCK_FIELDS, FIELDS, LEFT_TO_LLAMA_CPP, converted
 from tests.support.make_families import GOLDENS, UNKNOWN
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-LEFT_TO_LLAMA_CPP = {"deepseek4"}
-FIELDS: dict[str, dict[str, Any]] = {
-    "deepseek2-lite": {"num_hidden_layers": 27}, "minimax-m3": ALL_BLOCKS,
-}  # fmt: skip
 LENGTH, STEPS = 40, 3  # longer than the small models' windows
 TOKENS = np.random.default_rng(5).integers(0, 2048, LENGTH + STEPS).tolist()
 # of block types, in which launches take parts of others along
 IN_BLOCKS = ["deepseek3", "falcon-h1", "gemma3", "gemma4-moe", "gpt-oss", "llama4", "qwen3-next", "qwen3-vl-moe"]
-BLOCK_FIELDS: dict[str, dict[str, Any]] = {
-    "deepseek3": {"q_lora_rank": 32, "kv_lora_rank": 32, "v_head_dim": 16, "moe_intermediate_size": 32},
-    "gemma4-moe": {"moe_intermediate_size": 32}, "llama4": {"intermediate_size": 64},
-}  # fmt: skip
-
-
-def converted(name: str, folder: Path, type: str, **fields: Any) -> Path:
-    """A family's small model with random weights."""
-    model = randomized(new_model(name, **fields))
-    model.save_pretrained(folder / "model", save_original_format=True)
-    bridge.convert(copy_tokenizer(folder / "model"), folder / "m.gguf", tensor_types=[(".*", type)], mmproj_type="none")
-    return folder / "m.gguf"
 
 
 def check(path: Path) -> str:

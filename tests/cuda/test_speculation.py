@@ -13,10 +13,10 @@ import bridge
 from bridge.errors import BridgeError
 from bridge.runtime.config.config_reader import read_config
 from bridge.runtime.replies.speculation import Drafter
-from tests.cuda.test_families import converted
 from tests.runtime.test_prediction import HEADS, without_own_embeddings
 from tests.support import ptx
 from tests.support.gpu.device import pretended_gpu
+from tests.support.gpu.small_models import converted
 from tests.support.predicting_models import save_predicting
 from tests.support.tiny_gguf import write_decoder
 
@@ -141,6 +141,24 @@ def test_the_layer_that_predicts_a_further_token_guesses_there(name: str, tmp_pa
         for each in heads:
             each.cache.length = each.start((), 0)
         np.testing.assert_array_equal(*(each.guesses(states[:-1], TEXT[1:]) for each in heads))
+
+
+def test_the_check_on_a_machine_with_a_gpu_tries_given_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from bridge.cuda.decoder import Decoder
+
+    from tests.support.gpu.carried import model as checks
+
+    converted("lfm2", tmp_path, "Q8_0")
+    monkeypatch.delenv("BRIDGE_MODELS", raising=False)
+    assert checks.others() == {}
+    monkeypatch.setenv("BRIDGE_MODELS", str(tmp_path))
+    assert checks.others() == {"m": tmp_path / "m.gguf"}
+    assert checks.check("m")["wrong"] == []
+    follow = Decoder.follow
+    monkeypatch.setattr(Decoder, "follow", lambda *given: follow(*given) * np.float32(1.0001))
+    monkeypatch.setattr(checks, "LIMITS", {"f32": 1e-9})
+    wrong = [line.split(":")[0] for line in checks.check("m")["wrong"]]
+    assert wrong == ["m, prompt", "m, tokens after it", "m"]
 
 
 def test_what_torch_multiplies_token_by_token_is_refused(tmp_path: Path) -> None:

@@ -128,8 +128,13 @@ def main() -> int:
     options = argparse.ArgumentParser(description="Compile the kernels of scripts/gpu_check.py for a GPU.")
     options.add_argument("capability", type=_capability, help="the GPU's compute capability, for instance 9.0")
     options.add_argument("folder", type=Path, help="for the kernels; gpu_check.py takes it as --kernels")
+    options.add_argument("--models", type=Path, help="a folder of small models, as small_models.py writes it")
     a = options.parse_args()
-    line, wrong = compile_into(a.folder, a.capability, jobs.EVERY)
+    names = list(jobs.EVERY)
+    if a.models is not None:
+        os.environ["BRIDGE_MODELS"] = str(a.models.resolve())
+        names += [f"correct/model/{name}" for name in model.others()]
+    line, wrong = compile_into(a.folder, a.capability, names)
     print(line)
     for reason in wrong[:1]:
         print(f"{len(wrong)} failed, the first: {reason}", file=sys.stderr)
