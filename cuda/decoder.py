@@ -40,7 +40,6 @@ BATCHES = 2048, 1024, 512  # tokens of a prompt that pass through the layers tog
 _WORK = 400 << 20  # bytes that prompts, in the smallest batches, and graphs need besides weights and cache
 _SCORED = 256  # positions whose logits are on the device at once
 _GRAPHS = 4  # ways of sampling whose graphs are kept
-_ON_HOST = 0  # the way of sampling that leaves the logits to the host; others are counts of candidates, None greedy
 
 
 class Decoder:
@@ -81,7 +80,7 @@ class Decoder:
         self._tokens: list[int] = []  # that the cache holds; drawn ones only once the host has seen them
         self.followed = self.given = np.zeros((0, config.hidden), np.float32)
         self._following: dict[int, tuple[Step, Any]] = {}  # steps of so many tokens, and their graphs
-        self._captured: dict[int | None, Any] = {}  # graphs
+        self._captured: dict[int | None, Any] = {}  # graphs, by the number of candidates; None: greedy
         self._samplers: dict[int | None, list[Callable[[], None]]] = {}
 
     def beside(self, config: DecoderConfig, weights: Weights) -> Self:
@@ -133,7 +132,8 @@ class Decoder:
             alone = self.cache.state is not None  # a prompt's last token passes by itself
             for length in LENGTHS:
                 count = min(length + alone, self.cache.context)
-                self.given = np.zeros((count, self.config.hidden), np.float32)
+                if self._model.pairs is not None:
+                    self.given = np.zeros((count, self.config.hidden), np.float32)
                 self.scores([0] * count, 1)
         self.cache.length = 0
         self._compile_all(kernels)
@@ -149,7 +149,7 @@ class Decoder:
                 oldest = next(key for key in self._samplers if key is not None)
                 del self._samplers[oldest]
                 self._captured.pop(oldest, None)
-            self._samplers[count] = [] if count == _ON_HOST else self.step.choose(count)
+            self._samplers[count] = self.step.choose(count)
         if self.graphs and count not in self._captured:
             self._captured[count] = self._graph(self.step, lambda: self._launch(count))
 
@@ -163,10 +163,10 @@ class Decoder:
         return graph
 
     def _step_of(self, n: int) -> tuple[Step, Any]:
-        """The step of n tokens that follow, with their states, and its graph."""
+        """The step of n tokens that leaves logits and states to the host, and its graph."""
         if n not in self._following:
             self.cache.reserve_step(n)
-            step = Step(self.weights, self.memory, self.dependent, n)
+            step = self.step if n == 1 else Step(self.weights, self.memory, self.dependent, n)
             with noted() as kernels:
                 step.run(states=True)
             self._compile_all(kernels)
@@ -180,7 +180,7 @@ class Decoder:
             launch()
 
     def _step(self, count: int | None) -> None:
-        """state[TOKEN] goes through the layers, and the next token, unless it is drawn on the host, takes its place."""
+        """state[TOKEN] goes through the layers, and the next token takes its place."""
         if self.graphs:
             self._captured[count].replay()
         else:
@@ -221,13 +221,7 @@ class Decoder:
 
     def next_scores(self, token: int) -> np.ndarray:
         """float32 [vocab] after one more token."""
-        with self._active():
-            self.cache.settle()
-            self._ready(_ON_HOST)
-            self._set_state(self.step, [token])
-            self._tokens[self.cache.length :] = [token]
-            self._step(_ON_HOST)
-            return self.step.logits[0].cpu().numpy().copy()
+        return self.follow([token])[0]
 
     def run(self, tokens: Sequence[int], keep: int = 1) -> np.ndarray:
         """Append tokens to the cache: float32 [keep, hidden], normalized hidden states of the last `keep`."""
@@ -235,8 +229,10 @@ class Decoder:
             return self._prompt(tokens, keep).cpu().numpy()
 
     def follow(self, tokens: Sequence[int]) -> np.ndarray:
-        """Append up to `room` tokens: float32 [n, vocab] of what follows each, as by a step of its own, to the last
-        bit."""
+        """Append up to `room` tokens: float32 [n, vocab] of what follows each.
+
+        Each is computed as by a step of its own, to the last bit.
+        """
         with self._active():
             self.cache.settle()
             n = len(tokens)
