@@ -54,7 +54,7 @@ class Decoder:
         self, file: GGUFFile, config: DecoderConfig, context: int, kv: str, precision: str, device: str,
         weights: Weights | None = None, other: Self | None = None,
     ):  # fmt: skip
-        """`weights`: by default all of the file; `other`: a decoder that has uploaded some of them, or will have."""
+        """`weights`: by default all of the file; `other`: a decoder that has uploaded some of them."""
         self._file, self.config, self.precision, self._other = file, config, precision, other
         self.device = devices.require(device)
         check_torch(self.device)
@@ -84,7 +84,8 @@ class Decoder:
         self._samplers: dict[int | None, list[Callable[[], None]]] = {}
 
     def beside(self, config: DecoderConfig, weights: Weights) -> Self:
-        """Another decoder, of some of the file's weights."""
+        """Another decoder, of some of the file's weights, beside what this one has uploaded."""
+        self.prepare()
         context, kv = self.cache.context, self.cache.kind
         return type(self)(self._file, config, context, kv, self.precision, str(self.device), weights, self)
 
@@ -98,10 +99,7 @@ class Decoder:
             return
         import torch
 
-        other: DeviceWeights | None = None
-        if self._other is not None:
-            self._other.prepare()
-            other = self._other.weights
+        other = None if self._other is None else self._other.weights
         with self._active():
             self.weights: DeviceWeights = DeviceWeights(self._model, self.config, self.device, self.precision, other)
             self.memory = ContextMemory(self.weights, self.cache)
@@ -211,8 +209,7 @@ class Decoder:
     def states(self, tokens: Sequence[int], keep: int) -> np.ndarray:
         """float32 [keep, hidden]: normalized hidden states of the last `keep` tokens, from an empty context."""
         self.cache.length = 0
-        with self._active():
-            return self._prompt(tokens, keep).cpu().numpy()
+        return self.run(tokens, keep)
 
     def logits(self, hidden: np.ndarray) -> np.ndarray:
         """float32 [n, vocab] of hidden states [n, hidden]."""
@@ -226,7 +223,7 @@ class Decoder:
     def run(self, tokens: Sequence[int], keep: int = 1) -> np.ndarray:
         """Append tokens to the cache: float32 [keep, hidden], normalized hidden states of the last `keep`."""
         with self._active():
-            return self._prompt(tokens, keep).cpu().numpy()
+            return np.concatenate([part.cpu().numpy() for part in self._parts(tokens, keep)])
 
     def follow(self, tokens: Sequence[int]) -> np.ndarray:
         """Append up to `room` tokens: float32 [n, vocab] of what follows each.
@@ -255,7 +252,7 @@ class Decoder:
 
         torch multiplies such matrices with each token by itself.
         """
-        matrices = matrices_of(self._model)
+        matrices = [*(matrix for layer in self._model.layers for matrix in layer.matrices), self._model.output]
         without = [matrix for matrix in matrices if not has_kernel(matrix)]
         nbytes = sum(matrix.nbytes for matrix in matrices)
         return without[0] if 2 * sum(matrix.nbytes for matrix in without) > nbytes else None
@@ -337,19 +334,23 @@ class Decoder:
         """Append tokens to the cache; normalized hidden states of the last `keep`, f32 [keep, hidden]."""
         import torch
 
+        return torch.cat([*self._parts(tokens, keep)])
+
+    def _parts(self, tokens: Sequence[int], keep: int) -> Iterator[Any]:
+        """The same, batch by batch."""
         ends = [*range(self.batch, len(tokens), self.batch), len(tokens)]
         if self.cache.state is not None and ends[-1] > 1:
             ends.insert(-1, ends[-1] - 1)  # where the same prompt can be read again
-        kept, start = [], 0
+        start = 0
         for end in dict.fromkeys(ends):
             self.cache.remember()
             wanted = max(0, keep - (len(tokens) - end))
             given = None if self._model.pairs is None else upload(self._taken(end - start), self.device)
-            kept.append(Prompt(self.weights, self.memory, tokens[start:end], given).run(min(wanted, end - start)))
+            states = Prompt(self.weights, self.memory, tokens[start:end], given).run(min(wanted, end - start))
             self._tokens[self.cache.length :] = tokens[start:end]
             self.cache.append(end - start)
             start = end
-        return torch.cat(kept)
+            yield states
 
     def _logits(self, states: Any) -> Any:
         """f32 [n, vocab] of normalized states on the device."""

@@ -37,13 +37,17 @@ class Prompt(CudaMachine):
 
     def run(self, keep: int) -> Any:
         """Queue what they need; the normalized states of the last `keep`, f32 [keep, hidden]."""
+        import torch
+
         model, c = self.weights.model, self.config
         states = walk(self, model, c, self.joined(embed(self, model, c), self._given))
         if states.values is not None:
             return states.values[self.n - keep :]
         self._take(states)
         self._add_to(states)
-        return self._normalized_by_torch(states.x[self.n - keep :], states.weight, states.bias)
+        # the last by itself: sums depend on how many rows there are, and logits on the last alone
+        parts = states.x[self.n - keep :].tensor_split([keep - 1])
+        return torch.cat([self._normalized_by_torch(part, states.weight, states.bias) for part in parts])
 
     def look_up(self, table: QuantTensor, name: str) -> Any:
         out = zeros(self.device, (self.n, table.shape[1]))

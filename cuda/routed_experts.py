@@ -185,7 +185,7 @@ class DeviceExperts:
         product = n <= routing.MULTIPLIED
         logits = torch.empty((n, rows), device=x.device) if product else x @ self._router.T
         # what torch reads must be experts, even where launches are only noted
-        memory = torch.empty if few and self._records else torch.zeros
+        memory = torch.empty if few and self._records and self._factors is None else torch.zeros
         chosen = memory((n, how.used), dtype=torch.int64, device=x.device)
         weights = torch.empty((n, how.used), device=x.device)
         router_bias, choice_bias = self._biases

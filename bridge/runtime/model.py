@@ -250,7 +250,7 @@ class Model:
         draft     what guesses tokens, which are then checked several at a time: the reply is the same, and comes sooner
                   where guesses are right. "ngram": what followed the last tokens when they last came; "mtp": what the
                   file's own layer for that predicts; or another Model of the same vocabulary, whose context is taken.
-                  On the CPU alone; see `bridge.runtime.replies.speculation`
+                  See `bridge.runtime.replies.speculation`
         sampling  fields of `bridge.runtime.sampling.Sampling`: temperature (0: always the most likely token), top_k,
                   top_p, min_p, seed, repeat_penalty, repeat_last_n, logit_bias ({token id: number added to its logit});
                   and `schema`, a JSON schema (a dict or its text) that the reply fits, or `regex`, an expression that

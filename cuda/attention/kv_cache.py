@@ -152,6 +152,7 @@ class KVCache:
         self.state: DeviceState | None = None
         self.passed: list[DeviceState] = []
         self._after = 0  # tokens that the state is after
+        self._wanted = 0  # a number of tokens after which the state is needed again
         self._snapshots: dict[int, Any] = {}
         self._passed: dict[int, Any] = {}  # the same of `passed`
         self._length = 0
@@ -179,7 +180,7 @@ class KVCache:
         self.append(count)
 
     def settle(self) -> None:
-        """Bring the state to `length` tokens, which others are going to follow."""
+        """Bring the state to `length` tokens, which others are going to follow; keep it where it is `_wanted`."""
         if self.state is None:
             return
         if not self._length:
@@ -190,6 +191,9 @@ class KVCache:
         for kept in (self._snapshots, self._passed):
             for length in [length for length in kept if length > self._length]:
                 del kept[length]
+        if self._wanted == self._length:
+            self._keep(self.state)
+            self._wanted = 0
 
     def _kept(self) -> list[int]:
         """Numbers of tokens that states are known after."""
@@ -203,16 +207,18 @@ class KVCache:
 
     def come_back_to(self, count: int) -> None:
         """Let `length` be set to `count`, the present one, once tokens beyond it have been read."""
-        assert count == self._length
-        self.remember()
+        self._wanted = count
 
     def remember(self) -> None:
         """Keep the state after the present tokens, and forget another one if there are too many."""
+        self._wanted = self._length
         self.settle()
-        if self.state is not None and self._length and self._length not in self._snapshots:
+
+    def _keep(self, state: DeviceState) -> None:
+        if self._length and self._length not in self._snapshots:
             if len(self._snapshots) == COPIES:
                 del self._snapshots[crowded([*self._snapshots, self._length])]
-            self._snapshots[self._length] = self.state.save()
+            self._snapshots[self._length] = state.save()
 
     @property
     def nbytes(self) -> int:

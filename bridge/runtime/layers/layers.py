@@ -187,7 +187,7 @@ class Layer:
         return tuple(matrix for matrix in matrices if matrix is not None)
 
 
-@record(frozen=False)
+@record
 class Pairs:
     """What makes the input of a layer that predicts a further token: see decoder/prediction.py."""
 
@@ -196,7 +196,7 @@ class Pairs:
     joined: QuantTensor  # [hidden, 2 hidden]
 
 
-@record
+@record(frozen=False)
 class Weights:
     """A whole decoder; `output` is `embedding` where the two are tied."""
 
