@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from bridge.errors import BridgeError
 from bridge.gguf_file.architectures import CONVOLUTION, DELTA, MAMBA, MAMBA1
 from bridge.runtime.config.recurrent_config import RecurrentConfig
 from bridge.runtime.layers.layers import Recurrent
@@ -122,10 +123,44 @@ def test_a_prompt_that_is_read_again_costs_no_copy_of_another_state() -> None:
     with pretended_gpu():
         cache = KVCache(config, 16)
         cache.reserve(require("cuda"))
-        for length in (2, 4, 6, 8, 8, 8):
-            cache.length = length
+        for count in (2, 2, 2, 2, 0, 0):
+            cache.append(count)
             cache.remember()
         assert [cache.reach(count) for count in (1, 3, 5, 7)] == [0, 2, 4, 6]
+
+
+def test_after_a_step_of_several_tokens_the_length_may_be_that_after_any() -> None:
+    """Set down and up until tokens follow; then what lies beyond is forgotten."""
+    from bridge.cuda.attention.kv_cache import KVCache
+    from bridge.cuda.toolchain.device import require
+
+    config: Any = SimpleNamespace(latent=None, recurrent=ALL["Mamba-2"], stored={})
+    with pretended_gpu():
+        cache = KVCache(config, 16)
+        cache.reserve(require("cuda"))
+        cache.reserve_step(3)
+        assert cache.state is not None
+        cache.append(2)
+        for after, state in zip((3, 4, 5), (*cache.passed, cache.state), strict=True):
+            state.memory.fill_(after)
+        cache.stepped(3)
+        assert [cache.reach(count) for count in (2, 3, 4, 5, 6)] == [0, 3, 4, 5, 5]
+        for length in (3, 5, 4):
+            cache.length = length
+        cache.come_back_to(4)
+        cache.settle()
+        assert (cache.state.memory == 4).all()
+        with pytest.raises(BridgeError, match="the state after 5 of 4 tokens is not kept; read them again"):
+            cache.length = 5
+        cache.state.memory.fill_(6)
+        cache.append(2)
+        cache.length = 4
+        cache.settle()
+        assert (cache.state.memory == 4).all()
+        cache.length = 0
+        cache.settle()
+        assert not cache.state.memory.any()
+        assert cache.reach(3) == 0
 
 
 def test_the_layers_states_lie_apart() -> None:
