@@ -183,7 +183,7 @@ class Decoder:
             self._captured[count].replay()
         else:
             self._launch(count)
-        self.cache.append(1)
+        self.cache.advance(1)
 
     def _set_state(self, step: Step, tokens: Sequence[int], position: int | None = None) -> None:
         """Set the tokens of a step, and the first one's position, by default the next; none was drawn so far."""
@@ -348,7 +348,7 @@ class Decoder:
             given = None if self._model.pairs is None else upload(self._taken(end - start), self.device)
             states = Prompt(self.weights, self.memory, tokens[start:end], given).run(min(wanted, end - start))
             self._tokens[self.cache.length :] = tokens[start:end]
-            self.cache.append(end - start)
+            self.cache.advance(end - start)
             start = end
             yield states
 

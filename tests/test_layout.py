@@ -52,7 +52,9 @@ TWINS = {
     "bridge/runtime/bench.py:bench": "cuda/bench.py:bench",
     "bridge/trellis/layer.py:TrellisLayer": "cuda/trellis_layer.py:CudaTrellisLayer",
 }
-ONE_SIDED = {"device", "threads"}  # parameters that only one of the two may have, or with another default
+# parameters that only one of the two may have, or with another default: the CPU alone has several contexts, CUDA alone
+# weights that another decoder has uploaded
+ONE_SIDED = {"device", "threads", "cache", "other"}
 
 
 def imported(module: Path) -> set[str]:

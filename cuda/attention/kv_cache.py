@@ -168,7 +168,7 @@ class KVCache:
             raise BridgeError(f"the state after {count} of {self._length} tokens is not kept; read them again")
         self._length = count
 
-    def append(self, count: int) -> None:
+    def advance(self, count: int) -> None:
         """So many more tokens are stored, in one step or as part of a prompt."""
         self._length += count
         self._after = self._length
@@ -177,7 +177,7 @@ class KVCache:
         """A step stored so many tokens, and left the states after them in `passed`."""
         states = self.passed[: count - 1]
         self._passed = {self._length + 1 + i: state.memory for i, state in enumerate(states)}
-        self.append(count)
+        self.advance(count)
 
     def settle(self) -> None:
         """Bring the state to `length` tokens, which others are going to follow; keep it where it is `_wanted`."""

@@ -124,7 +124,7 @@ def test_a_prompt_that_is_read_again_costs_no_copy_of_another_state() -> None:
         cache = KVCache(config, 16)
         cache.reserve(require("cuda"))
         for count in (2, 2, 2, 2, 0, 0):
-            cache.append(count)
+            cache.advance(count)
             cache.remember()
         assert [cache.reach(count) for count in (1, 3, 5, 7)] == [0, 2, 4, 6]
 
@@ -140,7 +140,7 @@ def test_after_a_step_of_several_tokens_the_length_may_be_that_after_any() -> No
         cache.reserve(require("cuda"))
         cache.reserve_step(3)
         assert cache.state is not None
-        cache.append(2)
+        cache.advance(2)
         for after, state in zip((3, 4, 5), (*cache.passed, cache.state), strict=True):
             state.memory.fill_(after)
         cache.stepped(3)
@@ -153,7 +153,7 @@ def test_after_a_step_of_several_tokens_the_length_may_be_that_after_any() -> No
         with pytest.raises(BridgeError, match="the state after 5 of 4 tokens is not kept; read them again"):
             cache.length = 5
         cache.state.memory.fill_(6)
-        cache.append(2)
+        cache.advance(2)
         cache.length = 4
         cache.settle()
         assert (cache.state.memory == 4).all()
