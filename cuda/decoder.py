@@ -114,8 +114,8 @@ class Decoder:
         self.cache.length = 0
         with self._active():
             self.step = Step(self.weights, self.memory, self.dependent)
-            for made in (self._captured, self._samplers, self._following):
-                made.clear()
+            for of_the_last_step in (self._captured, self._samplers, self._following):
+                of_the_last_step.clear()
             self._compile()
             self._ready(None)
 

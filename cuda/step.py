@@ -190,23 +190,21 @@ class Step(CudaMachine):
         return rows[0] if len(rows) == 1 else torch.cat(rows)
 
     def _advance(self, layer: DeviceRecurrent, index: int, inputs: list[Any]) -> Any:
-        if self.n == 1:
-            return super()._advance(layer, index, inputs)
-        made = []
-        for number, part in enumerate(zip(*(part.split(1) for part in inputs), strict=True)):
-            made.append(super()._advance(layer, index, list(part)))
+        outputs = []
+        for number, of_token in enumerate(zip(*(part.split(1) for part in inputs), strict=True)):
+            outputs.append(super()._advance(layer, index, list(of_token)))
             if number < self.n - 1:  # the last one is the state
                 self.memory.keep(number, index)
-        return self._joined(made)
+        return self._joined(outputs)
 
     def _experts(self, experts: DeviceExperts, x: Any, routed: Any, records: Records | None) -> Any:
         if self.n == 1 or (experts.steps and routed is None):
             return experts.mix(x, routed, self.dependent, records, step=True)
-        made = []
+        outputs = []
         for i, row in enumerate(x.split(1)):
-            own = None if routed is None else routed[i : i + 1]
-            made.append(experts.mix(row, own, self.dependent, records and records.of(i)))
-        return self._joined(made)
+            routed_row = None if routed is None else routed[i : i + 1]
+            outputs.append(experts.mix(row, routed_row, self.dependent, records and records.of(i)))
+        return self._joined(outputs)
 
     def choose(self, count: int | None) -> list[Callable[[], None]]:
         """Turns logits into the next token: greedily, or drawn from the `count` best."""

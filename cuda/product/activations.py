@@ -170,7 +170,7 @@ class Records:
         self.buffer = self.device.upload(np.zeros(nbytes, np.uint8)) if clear else self.device.empty(nbytes)
 
     def of(self, column: int) -> Records:
-        """Those of one of the first COLUMNS, to be written: the same memory from there on."""
+        """Those of one of the first COLUMNS: the same memory from there on."""
         one = copy(self)
         one.buffer, one.max_n = self.buffer[column * (FLOAT_RECORD if self.exact else RECORD) :], 1
         return one

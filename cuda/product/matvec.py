@@ -41,7 +41,8 @@ int32 = np.int32
 class Normed:
     """Sums of squares f32 [columns / 32] of the values whose records a product reads; `eps` is added to their mean.
 
-    They are loaded four at a time: zeros follow up to a multiple of four.
+    They are loaded four at a time: zeros follow up to a multiple of four. Those of each column of x follow the last
+    one's, for as many columns as the kernel has (1, 2 or 4).
     """
 
     sums: Any
@@ -74,8 +75,8 @@ def launch(
 ) -> None:  # fmt: skip
     """Queue y = W x for the first n columns of the records; y float32 [n, rows] on the device, its rows may be apart.
 
-    `accumulate` adds to what is in y, `bias` float32 [rows] is added to every column; the others are for one column.
-    `dependent`: it may begin while the launch before it ends (launch.py).
+    `accumulate` adds to what is in y, `bias` float32 [rows] is added to every column; `normed` and
+    `recorded` are for up to four columns. `dependent`: it may begin while the launch before it ends (launch.py).
     """
     epilogue = "_".join(name for name, wanted in (("bias", bias is not None), ("accumulate", accumulate)) if wanted)
     product, *arguments = _launch(matrix, records, y, n, stream, bias, epilogue, shape, normed, recorded, dependent)
