@@ -67,7 +67,7 @@ _COMMON |= dict([
     option("--rounds", 3, "N", "rounds of measurements"),
     option("--turns", 3, "N", "processes of each side"),
     option("--gguf", Path, "FILE", "default: a synthetic 1B GPTQ 4-bit g128, converted"),
-    option("--peer-python", sys.executable, "PYTHON", "an interpreter that has llama_cpp"),
+    option("--packages", Path("packages"), "DIR", "for what is downloaded"),
     option("--json", Path, "FILE", "also write the figures to this file"),
 ])  # fmt: skip
 

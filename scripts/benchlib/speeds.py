@@ -4,11 +4,11 @@ import json
 import os
 import re
 import statistics
-import subprocess
 import sys
 import time
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import gguf
 import numpy as np
@@ -16,110 +16,116 @@ import numpy as np
 import bridge
 from bridge.runtime.bench import random_tensor
 from scripts.peers.gguf_file import rewrite
+from scripts.peers.llama import tuned
 
-from . import output_of, take_turns
+from . import Figures, output_of, take_turns
 
+# arguments of a process: the file, threads, llama.cpp's libraries, and a Plan
 BEGIN = """
 import json, os, sys, time
-path, threads = sys.argv[1], int(sys.argv[2])
-tokens = [(i * 7919) % 4000 for i in range(512)]
+path, threads, libraries = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+plan = json.loads(sys.argv[4])
+most = max(plan["prompts"] + plan["depths"]) + 128
+tokens = [(i * 7919) % 4000 for i in range(most)]
 """
-# each side: generate(count) yields after every token made from a context of 8; prompt() reads 512; prepare()
+# each side: generate(depth, count) yields after every token made from a context of `depth`; prompt(count) reads so many
 OURS = """
 import bridge
-model = bridge.Model.load(path, threads=threads, context=2048)
+model = bridge.Model.load(path, threads=threads, context=most)
 model.tokenizer.stops = frozenset()
-def generate(count):
-    return model.generate_tokens(range(5, 13), count, temperature=0)
-def prompt():
-    model.logits(tokens, last=1)
+def generate(depth, count):
+    return model.generate_tokens(tokens[:depth], count, temperature=0)
+def prompt(count):
+    model.logits(tokens[:count], last=1)
 prepare = model.prepare
 """
 THEIRS = """
-import llama_cpp
-model = llama_cpp.Llama(path, n_ctx=2048, n_batch=512, n_ubatch=512, n_threads=threads, n_threads_batch=threads,
-                        verbose=False)
-def generate(count):
-    model.reset()
-    made = list(range(5, 13))
-    for _ in range(count):
-        model.eval(made)
-        made = [int(model.scores[model.n_tokens - 1].argmax())]
-        yield
-def prompt():
-    model.reset()
-    model.eval(tokens)
-def prepare():
-    pass
-"""
-WHEEL = """
+from pathlib import Path
 from scripts.peers.llama.llama_cpp import LlamaCpp
-model = LlamaCpp(path, n_ctx=2048, n_threads=threads, float_kv=False)
-def generate(count):
-    made, start = list(range(5, 13)), 0
+model = LlamaCpp(path, n_ctx=most, n_threads=threads, float_kv=False, n_ubatch=512, libraries=Path(libraries))
+def generate(depth, count):
+    made, start = tokens[:depth], 0
     for _ in range(count):
         row = model.next_logits(made, start)
         made, start = [int(row.argmax())], start + len(made)
         yield
-def prompt():
-    model.next_logits(tokens, 0)
+def prompt(count):
+    model.next_logits(tokens[:count], 0)
 def prepare():
     pass
 """
 REPORT = """
-made = generate(64)
+figures = {}
+def timed(name, count, call):
+    begun, used = time.perf_counter(), time.process_time()
+    call()
+    figures[name] = count / (time.perf_counter() - begun)
+    figures[name + " cpu"] = count / (time.process_time() - used)
+made = generate(8, 64)
 next(made)
-first = time.time()
+figures["first"] = time.time()
 list(made)
-last = time.time()
-prompt()
-start = time.perf_counter()
-prompt()
-read = 512 / (time.perf_counter() - start)
-prepare()
-made = generate(65)
-next(made)
-start = time.perf_counter()
-list(made)
-decode = 64 / (time.perf_counter() - start)
-peak = None
+figures["last"] = time.time()
 if os.path.exists("/proc/self/status"):
-    peak = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM:")) * 1024
-print("RESULT" + json.dumps({"first": first, "last": last, "prompt": read, "decode": decode, "peak": peak}))
+    with open("/proc/self/status") as status:
+        figures["resident"] = next(int(line.split()[1]) for line in status if line.startswith("VmRSS:")) * 1024
+prompt(32)
+prepare()
+for count in plan["prompts"]:
+    timed(f"prompt {count}", count, lambda: prompt(count))
+for depth in plan["depths"]:
+    made = generate(depth, 65)
+    next(made)
+    timed(f"decode {depth}", 64, lambda: list(made))
+if os.path.exists("/proc/self/status"):
+    with open("/proc/self/status") as status:
+        figures["peak"] = next(int(line.split()[1]) for line in status if line.startswith("VmHWM:")) * 1024
+print("RESULT" + json.dumps(figures))
 """
+SIDES = {"ours": BEGIN + OURS + REPORT, "theirs": BEGIN + THEIRS + REPORT}
 
 
-def both_sides(peer: str) -> tuple[dict[str, tuple[str, str]], bool]:
-    """The Python and the code of each side's process, and whether the peer's Python has llama_cpp."""
-    native = subprocess.run([peer, "-c", "import llama_cpp"], capture_output=True).returncode == 0
-    sides = {"ours": (sys.executable, OURS), "theirs": (peer, THEIRS) if native else (sys.executable, WHEEL)}
-    return {side: (python, BEGIN + code + REPORT) for side, (python, code) in sides.items()}, native
+class Plan(NamedTuple):
+    """What a process measures.
+
+    prompts  their tokens, read from an empty context
+    depths   tokens of a context after which 64 are generated one by one
+    """
+
+    prompts: tuple[int, ...] = (512,)
+    depths: tuple[int, ...] = (8,)
 
 
-def turn(python: str, code: str, path: Path, threads: int) -> dict[str, float]:
-    """What one process measures: tokens a second, seconds from its start to its tokens, and peak bytes."""
+USUAL = Plan()
+
+
+def turn(code: str, path: Path, threads: int, libraries: Path | None = None, plan: Plan = USUAL) -> dict[str, float]:
+    """What one process measures.
+
+    "prompt N", "decode N"  tokens a second, and with " cpu" a second of the processor's time
+    first, last             seconds from the process's start to the first and to the last of 64 tokens
+    resident, peak          bytes of memory after these tokens, and at most
+    """
     variables = {key: value for key, value in os.environ.items() if key != "BRIDGE_THREADS"}
+    arguments = path, threads, libraries or "", json.dumps(plan._asdict())
     begun = time.time()
-    figures = json.loads(output_of(python, "-c", code, path, threads, env=variables).partition("RESULT")[2])
-    if "first" in figures:
-        figures |= {"start": figures["first"] - begun, "end": figures["last"] - begun}
-    return dict(figures)
+    figures = json.loads(output_of(sys.executable, "-c", code, *arguments, env=variables).partition("RESULT")[2])
+    return {key: value - begun if key in ("first", "last") else value for key, value in figures.items()}
 
 
-def llama_bench(command: list[str], path: Path, threads: int) -> dict[str, float]:
-    """Tokens a second of a prompt of 512 and of 64 generated, by the `llama-bench` of llama.cpp or of a fork."""
-    options = "-p", "512", "-n", "64", "-r", "1", "-t", str(threads), "-o", "json"
-    rows = json.loads(output_of(*command, "-m", path, *options))
-    return {"prompt" if row["n_prompt"] else "decode": row["avg_ts"] for row in rows}
+def beside(path: Path, libraries: Path, threads: int, turns: int, plan: Plan = USUAL) -> Figures:
+    """What each side's processes measure, in turn."""
+    turn(SIDES["ours"], path, threads, libraries, plan)  # compile what is not compiled yet; fill the page cache
+    runs = {side: partial(turn, code, path, threads, libraries, plan) for side, code in SIDES.items()}
+    return take_turns(runs, turns)
 
 
 class Speeds:
     """Both runtimes on the files of the table, or on files of another model with the same types."""
 
-    def __init__(self, work: Path, speed_of: Path | None, python: str, threads: int, turns: int) -> None:
+    def __init__(self, work: Path, speed_of: Path | None, packages: Path, threads: int, turns: int) -> None:
         self._work, self._of, self._threads, self._turns = work, speed_of, threads, turns
-        self._sides, native = both_sides(python)
-        self.peer = "llama-cpp-python" if native else f"the xllamacpp wheel ({_instructions()})"
+        self._libraries = tuned.download(packages)
 
     def of_types(self, types: dict[str, str]) -> dict[str, dict[str, float]]:
         """The speeds of the other model in these types (tensor of this model -> type)."""
@@ -131,13 +137,11 @@ class Speeds:
 
     def of_file(self, file: Path) -> dict[str, dict[str, float]]:
         """The medians of each side: tokens a second, generated and of a prompt, and peak memory in bytes."""
-        turn(*self._sides["ours"], file, self._threads)  # compile the kernels, fill the page cache
-        runs = {side: partial(turn, *process, file, self._threads) for side, process in self._sides.items()}
-        by_side = take_turns(runs, self._turns)
-        keys = ("decode", "prompt", "peak")
+        figures = beside(file, self._libraries, self._threads, self._turns)
+        keys = {"decode": "decode 8", "prompt": "prompt 512", "peak": "peak"}
         return {
-            side: {key: statistics.median(value or 0 for value in figures[key]) for key in keys}
-            for side, figures in by_side.items()
+            side: {key: statistics.median(of_side.get(name, [0])) for key, name in keys.items()}
+            for side, of_side in figures.items()
         }
 
     def _like(self, types: dict[str, str]) -> Path:
@@ -170,11 +174,3 @@ def _random(tensor: gguf.ReaderTensor, type: str) -> np.ndarray:
 
 def _layers(names: list[str]) -> int:
     return 1 + max((int(m[1]) for name in names if (m := re.match(r"blk\.(\d+)\.", name))), default=0)
-
-
-def _instructions() -> str:
-    """The instructions that the wheel was built for: "AVX2"."""
-    import xllamacpp
-
-    enabled = re.findall(r"(\w+) = 1", xllamacpp.get_system_info())
-    return ", ".join(name for name in enabled if name.startswith(("AVX", "AMX", "NEON", "SVE"))) or "no vectors"

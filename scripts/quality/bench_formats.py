@@ -9,9 +9,8 @@ Perplexity and KL divergence (from the F16 file) are taken over the second halve
 in float32, so that the rows differ only in their weights. Speeds are measured in processes that take turns: 64 tokens
 generated after 8, and a prompt of 512, in llama.cpp and in our runtime; memory is each process's peak.
 
-llama.cpp is that of llama-cpp-python where --peer-python has it, otherwise that of the xllamacpp wheel, which is built
-for AVX2: a native build is faster. Finished rows are kept in the work folder, so the same command continues where it
-was stopped. `gguf-bridge plot` draws what --json writes.
+llama.cpp is the one that npm distributes, built for this processor. Finished rows are kept in the work folder, so the
+same command continues where it was stopped. `gguf-bridge plot` draws what --json writes.
 """
 
 import argparse
@@ -40,7 +39,7 @@ def measure(options: argparse.Namespace) -> Lines:
     wanted = {**formats.makers(), **{name: ("others, carried", folder) for name, folder in options.add}}
     if options.only:
         wanted = {name: maker for name, maker in wanted.items() if name in options.only}
-    speeds = Speeds(work, options.speed_of, options.peer_python, options.threads, options.turns)
+    speeds = Speeds(work, options.speed_of, options.packages, options.threads, options.turns)
     text = options.test.read_text(encoding="utf-8")
     for name, (maker, make) in wanted.items():
         row = rows.get(name)
@@ -103,7 +102,7 @@ def table(options: argparse.Namespace, rows: dict[str, dict[str, Any]], speeds: 
     of = options.speed_of.name if options.speed_of else options.model.name
     timed = f" Speed and memory of {of}, median of {options.turns}." if options.turns else ""
     yield (
-        f"llama.cpp: {speeds.peer}. {options.model.name}'s quality: {options.windows} windows of {options.length} "
+        f"{options.model.name}'s quality: {options.windows} windows of {options.length} "
         f"tokens of {options.test.name}; quantizers saw {options.samples} sequences of {options.length} tokens of "
         f"{options.calibrate.name}.{timed}"
     )
@@ -153,7 +152,7 @@ def named(text: str) -> tuple[str, Path]:
 
 OPTIONS = (
     "model", option("--calibrate", TEXTS / "calib_wiki.txt"), option("--test", TEXTS / "wiki_test.txt"),
-    *("--samples", "--length", "--windows", "--threads", "--turns", "--peer-python", "--json"),
+    *("--samples", "--length", "--windows", "--threads", "--turns", "--packages", "--json"),
     option("--speed-of", Path, "DIR", "measure speeds on this checkpoint's shapes"),
     option("--add", named, "NAME=DIR", "another row", action="append", default=[]),
     option("--only", metavar="NAME", help="print only these rows", nargs="+"),

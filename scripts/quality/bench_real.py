@@ -48,7 +48,7 @@ from scripts.benchlib.real_models import DITHERED, PACKAGED, float_model
 from scripts.benchlib.real_texts import KINDS, text_of, windows_of
 from scripts.benchlib.token_kl import ARITHMETICS, FLOAT32, Beside, FloatReference, TokenKl
 from scripts.peers import reference
-from scripts.peers.llama.llama_quantize import libraries
+from scripts.peers.llama import tuned
 
 TEXTS = ROOT.parent / "shared" / "text"
 _NO_GGUF = ("awq", "rtn")  # methods for checkpoints, and without a text
@@ -112,7 +112,7 @@ def measure(options: argparse.Namespace) -> Lines:
     tokens = Tokens(folder / key(options), floats, calibration(options))
     peer = None
     if not options.no_llama_quantize:
-        peer = options.llama_library or libraries(packages)
+        peer = options.llama_library or tuned.download(packages)
     source = folder / "floats.gguf"
     if peer is not None and not source.exists():
         bridge.convert(floats, source, type="F32")

@@ -5,44 +5,29 @@
     python -m scripts.speed.bench_families lfm2 --draft    replies with guessed tokens, compared with those without
 
 Each model has the layers of a published one, fewer of them, with random weights in Q4_K (Q8_0 and MXFP4 where a row is
-no multiple of 256); mixtures whose layers are large have fewer experts. The peer is the llama.cpp of the tests'
-xllamacpp wheel, which on x86 is built for AVX2. Ours and theirs take turns, one process per turn with one thread, and
-the times are those that the processor spent on it, so that other load on the machine matters little. Every process
-makes 32 tokens one by one after 8, with our weights all repacked, and reads 256 from an empty context. The table shows
-the medians of the turns, and the median ratio of a turn of ours to the following turn of theirs.
+no multiple of 256); mixtures whose layers are large have fewer experts. The peer is that of bench_model.py. Ours and
+theirs take turns, one process per turn with one thread, and the times are those that the processor spent on it, so that
+other load on the machine matters little. Every process reads 256 tokens from an empty context, and generates 64 one by
+one after 8, with our weights all repacked. The table shows the medians of the turns, and the median ratio of a turn of
+ours to the following turn of theirs.
 """
 
 import argparse
 import json
 import shutil
 import statistics
-import sys
 import tempfile
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
 
-from scripts.benchlib import ROOT, Lines, bench, head, option, ratio, take_turns
+from scripts.benchlib import ROOT, Lines, bench, head, option, ratio
 from scripts.benchlib.drafts import drafts
-from scripts.benchlib.speeds import BEGIN, OURS, WHEEL, turn
+from scripts.benchlib.speeds import Plan, beside
+from scripts.peers.llama import tuned
 
-REPORT = """
-tokens = tokens[:256]
-prompt()
-start = time.process_time()
-prompt()
-read = 256 / (time.process_time() - start)
-prepare()
-list(generate(9))
-made = generate(33)
-next(made)
-start = time.process_time()
-list(made)
-print("RESULT" + json.dumps({"prompt": read, "decode": 32 / (time.process_time() - start)}))
-"""
 TEXT: dict[str, Any] = {
     "vocab_size": 32768, "max_position_embeddings": 4096, "tie_word_embeddings": False, "bos_token_id": None,
     "eos_token_id": 0, "pad_token_id": None,
@@ -50,7 +35,7 @@ TEXT: dict[str, Any] = {
 # family -> the published model, its class of configuration in transformers, and its fields
 SHAPES: dict[str, dict[str, Any]] = json.loads((ROOT / "scripts" / "benchlib" / "families.json").read_text())
 OPTIONS = (
-    "--turns", option("--draft", False, help="measure guessed tokens (ngram), as bench_model.py does"),
+    "--turns", "--packages", option("--draft", False, help="measure guessed tokens (ngram), as bench_model.py does"),
     option("families", str, "FAMILY", f"of {', '.join(SHAPES)}; default: all", nargs="*"),
 )  # fmt: skip
 _KEPT = ("per_layer_model_proj", "attn_k_b", "attn_v_b", "ffn_gate_inp")  # floats in published files
@@ -58,7 +43,7 @@ _DRAWN = 512  # rows of a matrix; the others repeat them
 
 
 def measure(options: argparse.Namespace) -> Lines:
-    sides = {"ours": BEGIN + OURS + REPORT, "theirs": BEGIN + WHEEL + REPORT}
+    plan = Plan(prompts=(256,))
     if not options.draft:
         yield head("layers of", "what", "gguf-bridge", "llama.cpp", "ratio")
     for family in options.families or SHAPES:
@@ -69,13 +54,10 @@ def measure(options: argparse.Namespace) -> Lines:
                 yield f"\nLayers of {name}:"
                 yield from drafts(path, "ngram", None, [1], options.turns)
                 continue
-            turn(sys.executable, sides["ours"], path, 1)  # compile what is not compiled yet; fill the page cache
-            runs = {side: partial(turn, sys.executable, code, path, 1) for side, code in sides.items()}
-            figures = take_turns(runs, options.turns)
-        for what in ("decode", "prompt"):
-            ours, theirs = (figures[side][what] for side in sides)
-            medians = [f"{statistics.median(speeds):.1f} tokens/s" for speeds in (ours, theirs)]
-            yield name, what, *medians, f"{ratio(ours, theirs):.2f}"
+            ours, theirs = beside(path, tuned.download(options.packages), 1, options.turns, plan).values()
+        for what, key in (("decode", "decode 8 cpu"), ("prompt", "prompt 256 cpu")):
+            medians = [f"{statistics.median(side[key]):.1f} tokens/s" for side in (ours, theirs)]
+            yield name, what, *medians, f"{ratio(ours[key], theirs[key]):.2f}"
 
 
 def model_file(family: str, scratch: Path) -> Path:

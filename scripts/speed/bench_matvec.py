@@ -3,31 +3,27 @@
     python -m scripts.speed.bench_matvec                        all types, 1 and 2 threads
     python -m scripts.speed.bench_matvec Q4_K Q6_K --json x.json
 
-The peer is ggml, one mul_mat on its own threads through llama-cpp-python built natively (pip install
---no-binary llama-cpp-python .[peers]); without it, its columns stay empty. PEER_GGML may name the folder of its
-libggml*.so. Both sides repack the weights beforehand, ggml those that llama.cpp repacks on loading: the last
-column names ggml's layout (CPU: as in the file). All contenders take turns in one run; ratios are medians
-over rounds. The large product is on 40960 x 4096 (--rows: another number of rows), the small one on 2048 x 4096. Give
-so many rows that the machine's largest cache cannot hold half of them: otherwise the large product is not from memory.
+The peer is ggml, one mul_mat on its own threads, as npm distributes it, built for this processor. Both sides repack the
+weights beforehand, ggml those that llama.cpp repacks on loading: the last column names ggml's layout (CPU: as in the
+file). All contenders take turns in one run; ratios are medians over rounds. The large product is on 40960 x 4096
+(--rows: another number of rows), the small one on 2048 x 4096. Give so many rows that the machine's largest cache
+cannot hold half of them: otherwise the large product is not from memory.
 First calls are timed in processes of their own.
 """
 
 import argparse
-import importlib.util
 import os
 import statistics
 import sys
 import tempfile
 import time
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from bridge.blocks.read import READ
 from bridge.runtime import bench as bench_products
 from scripts.benchlib import Lines, bench, head, largest_cache, option, output_of
-from scripts.peers.llama import ggml_matvec
+from scripts.peers.llama import ggml_matvec, tuned
 
 FIRST = """
 import sys, time
@@ -41,33 +37,16 @@ print(time.perf_counter() - start)
 """
 
 
-def peer_library() -> ggml_matvec.Library | None:
-    """llama-cpp-python's ggml, where it is installed."""
-    folder = os.environ.get("PEER_GGML")
-    if folder is None:
-        spec = importlib.util.find_spec("llama_cpp")
-        if spec is None or spec.origin is None:
-            return None
-        folder = str(Path(spec.origin).parent / "lib")
-    return ggml_matvec.native(Path(folder))
-
-
-def product(type: str, shape: tuple[int, int], threads: int, library: ggml_matvec.Library | None, rounds: int) -> dict:
+def product(type: str, shape: tuple[int, int], threads: int, library: ggml_matvec.Library, rounds: int) -> dict:
     tensor = bench_products.random_tensor(type, *shape)
-    others: dict[str, Any] = {}
-    matrix = None
-    if library is not None:
-        raw = tensor.raw.reshape(shape[0], -1)
-        matrix = ggml_matvec.Matrix(library, type, raw, shape[1], threads=threads, repack=True)
-        matrix.x[:] = 1
-        others["ggml"] = matrix.run
-    timing = bench_products.measure(tensor, threads, others, rounds, matrix.rest if matrix else None)
+    raw = tensor.raw.reshape(shape[0], -1)
+    matrix = ggml_matvec.Matrix(library, type, raw, shape[1], threads=threads, repack=True)
+    matrix.x[:] = 1
+    timing = bench_products.measure(tensor, threads, {"ggml": matrix.run}, rounds, matrix.rest)
+    matrix.close()
     row = {"type": type, "shape": list(shape), "threads": threads, "kernel": timing.kernel}
     row |= {"gbs": timing.speed("matvec"), "read_gbs": timing.speed("read"), "of_read": timing.ratio("read")}
-    if matrix is not None:
-        matrix.close()
-        row |= {"ggml_gbs": timing.speed("ggml"), "over_ggml": timing.ratio("ggml"), "ggml_layout": matrix.layout}
-    return row
+    return row | {"ggml_gbs": timing.speed("ggml"), "over_ggml": timing.ratio("ggml"), "ggml_layout": matrix.layout}
 
 
 def call_cost(type: str) -> float:
@@ -93,15 +72,16 @@ def first_calls(type: str) -> tuple[float, float]:
 
 
 OPTIONS = (
-    option("--threads", [1, 2]), option("--rounds", 15), "--json", option("types", list(READ), "TYPE"),
+    option("--threads", [1, 2]), option("--rounds", 15), "--packages", "--json", option("types", list(READ), "TYPE"),
     option("--rows", bench_products.LARGE[0], "N", "of the large product"),
     option("--no-first", False, help="leave out the timing of first calls"),
 )  # fmt: skip
 
 
 def measure(options: argparse.Namespace) -> Lines:
-    library = peer_library()
-    yield f"Peer: {'ggml' if library else 'none (llama-cpp-python is not installed)'}"
+    libraries = tuned.download(options.packages)
+    library = ggml_matvec.tuned_library(libraries)
+    yield f"ggml: {tuned.build(libraries)}, as npm distributes it."
     yield head("type", "shape", "threads", "GB/s", "of read", "read GB/s", "ggml GB/s", "times ggml", "ggml's layout")
     rows, calls = [], []
     for type in options.types:
@@ -109,9 +89,7 @@ def measure(options: argparse.Namespace) -> Lines:
             for threads in options.threads:
                 row = product(type, shape, threads, library, options.rounds)
                 rows.append(row)
-                peer = ["", "", ""]
-                if library:
-                    peer = [f"{row['ggml_gbs']:.1f}", f"{row['over_ggml']:.2f}", row["ggml_layout"]]
+                peer = [f"{row['ggml_gbs']:.1f}", f"{row['over_ggml']:.2f}", row["ggml_layout"]]
                 speeds = f"{row['gbs']:.1f}", f"{row['of_read']:.0%}", f"{row['read_gbs']:.1f}"
                 yield type, f"{shape[0]} x {shape[1]}", threads, *speeds, *peer
     yield head("type", "call on 256 x 256 (us)", "first call, cold (s)", "first call, compiled (s)")

@@ -1,21 +1,21 @@
 """Compare whole models in this runtime with llama.cpp; print markdown tables.
 
+    python -m scripts.speed.bench_model smollm2 gemma3-270m    what package registries carry, see benchlib
+    python -m scripts.speed.bench_model model.gguf --prompts 512 2048 8192 --depths 8 8192
     python -m scripts.speed.bench_model                            a synthetic 1B Q4_K, made and removed
-    python -m scripts.speed.bench_model --gguf model.gguf
     python -m scripts.speed.bench_model --experts    a synthetic mixture of 64 experts, 8 of them used
     python -m scripts.speed.bench_model --together    2, 4 and 8 sequences at once, compared with one
     python -m scripts.speed.bench_model --draft    replies with guessed tokens, compared with those without
     python -m scripts.speed.bench_model --conversation    the tokens that a second turn reads
     python -m scripts.speed.bench_model --perplexity CHECKPOINT... --text wiki.txt
 
-The peer is llama-cpp-python (the `peers` extra, built natively); --peer-python names an interpreter that has
-it, by default this one. Where it is missing, the llama.cpp of the tests' xllamacpp wheel takes its place, which on x86
-is built for AVX2. --peer-bench "llama-bench OPTIONS" takes the llama-bench of a fork instead, and compares the prompt
-and the tokens alone. Ours and theirs take turns, one process per turn, with the same number of threads, so that other
-load on the machine affects both. Every process loads the file (page cache and compile caches warm), reads 8 tokens
-and generates 64 (the times to the first and to the last of them count from the start of the interpreter), then reads
-512 tokens from an empty context, then generates 64 one by one after 8, with our weights all repacked. The tables show
-the medians of the turns, and the median ratio of a turn of ours to the following turn of theirs.
+The peer is llama.cpp as npm distributes it, built for this processor (scripts/peers/llama/tuned.py), with its defaults:
+keys and values in halves, flash attention, 512 tokens of a prompt at a time. Ours and theirs take turns, one process
+per turn, with the same number of threads, so that other load on the machine affects both. Every process loads the file
+(page cache and compile caches warm), reads 8 tokens and generates 64 (the times to the first and to the last of them
+count from the start of the interpreter), then reads prompts of --prompts tokens from an empty context, then generates
+64 one by one after --depths tokens, with our weights all repacked. The tables show the medians of the turns, and the
+median ratio of a turn of ours to the following turn of theirs: by the clock, and by the processor's time.
 
 --perplexity converts checkpoints and shows, over the second halves of windows of 256 tokens, our perplexity compared
 with llama.cpp's (float32 keys and values; the xllamacpp wheel of the tests) and, with precision f32, with that of
@@ -24,9 +24,7 @@ transformers on the dequantized weights.
 
 import argparse
 import math
-import shlex
 import statistics
-import sys
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -34,27 +32,30 @@ from typing import Any
 
 from scripts.benchlib import Lines, bench, head, option, ratio, synthetic, take_turns
 from scripts.benchlib.drafts import drafts
-from scripts.benchlib.speeds import BEGIN, both_sides, llama_bench, turn
+from scripts.benchlib.real_models import model_path
+from scripts.benchlib.speeds import BEGIN, Plan, beside, turn
+from scripts.peers.llama import tuned
 
 TOGETHER = """
 import bridge
 model = bridge.Model.load(path, threads=threads, context=512).prepare()
 model.tokenizer.stops = frozenset()
 def speed(count):
-    model.generate_batch([range(5 + i, 13 + i) for i in range(count)], 65, temperature=0)
+    model.generate_batch([tokens[i : i + 8] for i in range(count)], 65, seed=1)
     return model.timing.tokens / model.timing.seconds
-speed(4)
-list(model.generate_tokens(range(5, 13), 65, temperature=0))
-one = model.timing.tokens / model.timing.seconds
-print("RESULT" + json.dumps({"one": one, **{str(n): speed(n) for n in (2, 4, 8)}}))
+for count in (1, 2, 4, 8):
+    speed(count)
+print("RESULT" + json.dumps({str(count): speed(count) for count in (1, 2, 4, 8)}))
 """
 
 
 OPTIONS = (
-    "--peer-python", option("--threads", [1, 2]), "--turns", "--rounds", "--text", option("--windows", 64), "--gguf",
-    option("--peer-bench", "", "COMMAND", "the llama-bench of a fork of llama.cpp"),
+    option("models", str, "MODEL", "a GGUF, smollm2 or gemma3-270m; default: a synthetic 1B", nargs="*"),
+    option("--threads", [1, 2]), "--turns", "--rounds", "--text", option("--windows", 64), "--packages",
+    option("--prompts", [512, 2048], "N", "tokens of prompts"),
+    option("--depths", [8], "N", "tokens of contexts after which 64 are generated"),
     option("--experts", False, help="use a synthetic mixture of 64 experts"),
-    option("--together", False, help="measure several sequences at once"),
+    option("--together", False, help="measure several sequences at once, with the default sampling"),
     option(
         "--draft", nargs="?", const="ngram", choices=("ngram", "mtp"),
         help="measure guessed tokens (default: ngram); with --text, on what the model replies to pieces of it",
@@ -72,58 +73,61 @@ def measure(options: argparse.Namespace) -> Lines:
         if options.perplexity:
             yield from perplexities(options.perplexity, options.text, options.windows, Path(scratch))
             return
-        path = options.gguf or synthetic(Path(scratch), *(EXPERTS if options.experts else ()))
+        paths = [model_path(model, options.packages) for model in options.models]
+        paths = paths or [synthetic(Path(scratch), *(EXPERTS if options.experts else ()))]
         if options.together:
-            yield from together(path, options.threads, options.turns)
+            yield from together(paths, options.threads, options.turns)
         elif options.draft:
-            yield from drafts(path, options.draft, options.text, options.threads, options.rounds)
+            for path in paths:
+                yield from drafts(path, options.draft, options.text, options.threads, options.rounds)
         elif options.conversation:
-            yield from conversation(path)
+            for path in paths:
+                yield from conversation(path)
         else:
-            peer_bench = shlex.split(options.peer_bench)
-            yield from speeds(path, options.peer_python, peer_bench, options.threads, options.turns)
+            libraries = tuned.download(options.packages)
+            yield f"llama.cpp: {tuned.build(libraries)}, as npm distributes it. Medians of {options.turns} turns."
+            plan = Plan(tuple(options.prompts), tuple(options.depths))
+            yield from speeds(paths, libraries, options.threads, options.turns, plan)
 
 
 # --- speed, memory, start ---
 
 
-def speeds(path: Path, peer: str, peer_bench: list[str], threads: list[int], turns: int) -> Lines:
-    sides, native = both_sides(peer)
-    if not native and not peer_bench:
-        print(f"({peer} has no llama_cpp: the xllamacpp wheel's is the peer)\n", file=sys.stderr)
-    turn(*sides["ours"], path, threads[0])  # compile what is not compiled yet; fill the page cache
-    yield head("what", "threads", "gguf-bridge", Path(peer_bench[0]).name if peer_bench else "llama.cpp", "ratio")
-    peak = 0.0
-    for count in threads:
-        runs = {side: partial(turn, *process, path, count) for side, process in sides.items()}
-        if peer_bench:
-            runs["theirs"] = partial(llama_bench, peer_bench, path, count)
-        ours, theirs = take_turns(runs, turns).values()
-        peak = max([peak, *(size or 0 for size in ours["peak"])])
-        for what, key, unit in (
-            ("decode, 64 tokens", "decode", "tokens/s"),
-            ("prompt, 512 tokens", "prompt", "tokens/s"),
-            ("start to first token", "start", "s"),
-            ("start to 64th token", "end", "s"),
-        ):
-            if key in theirs:
-                medians = [f"{statistics.median(side[key]):.2f} {unit}" for side in (ours, theirs)]
-                yield what, count, *medians, f"{ratio(ours[key], theirs[key]):.2f}"
-    if peak:
-        yield memory(path, peak)
+def speeds(paths: list[Path], libraries: Path, threads: list[int], turns: int, plan: Plan) -> Lines:
+    yield head("model", "threads", "what", "gguf-bridge", "llama.cpp", "ratio", "ratio, CPU time")
+    for path in paths:
+        for count in threads:
+            ours, theirs = beside(path, libraries, count, turns, plan).values()
+            for name in (*(f"decode {depth}" for depth in plan.depths), *(f"prompt {n}" for n in plan.prompts)):
+                medians = [f"{statistics.median(side[name]):.4g} tokens/s" for side in (ours, theirs)]
+                ratios = [f"{ratio(ours[key], theirs[key]):.2f}" for key in (name, f"{name} cpu")]
+                yield path.stem, count, what(name), *medians, *ratios
+            for name, meaning in (("first", "start to first token"), ("last", "start to 64th token")):
+                medians = [f"{statistics.median(side[name]):.2f} s" for side in (ours, theirs)]
+                yield path.stem, count, meaning, *medians, f"{ratio(ours[name], theirs[name]):.2f}", ""
+            for name, meaning in (("resident", "memory after 64 tokens"), ("peak", "peak memory")):
+                if name in ours:
+                    medians = [f"{statistics.median(side[name]) / 1e6:.0f} MB" for side in (ours, theirs)]
+                    yield path.stem, count, meaning, *medians, f"{ratio(ours[name], theirs[name]):.2f}", ""
 
 
-def together(path: Path, threads: list[int], turns: int) -> Lines:
+def what(name: str) -> str:
+    """Of a figure's name, "decode 8192", what a table calls it."""
+    kind, _, count = name.partition(" ")
+    return f"prompt, {count} tokens" if kind == "prompt" else f"decode after {count} tokens"
+
+
+def together(paths: list[Path], threads: list[int], turns: int) -> Lines:
     """Tokens a second of all sequences together; the ratio to one is the median of the turns'."""
-    turn(sys.executable, BEGIN + TOGETHER, path, threads[0])
-    yield head("threads", "one", *(cell for n in (2, 4, 8) for cell in (f"{n} sequences", "ratio")))
-    for count in threads:
-        run = partial(turn, sys.executable, BEGIN + TOGETHER, path, count)
-        figures = take_turns({"ours": run}, turns)["ours"]
-        cells = [f"{statistics.median(figures['one']):.2f} tokens/s"]
-        for n in ("2", "4", "8"):
-            cells += [f"{statistics.median(figures[n]):.2f}", f"{ratio(figures[n], figures['one']):.2f}"]
-        yield count, *cells
+    yield head("model", "threads", "one", *(cell for n in (2, 4, 8) for cell in (f"{n} sequences", "ratio")))
+    for path in paths:
+        turn(BEGIN + TOGETHER, path, threads[0])
+        for count in threads:
+            figures = take_turns({"ours": partial(turn, BEGIN + TOGETHER, path, count)}, turns)["ours"]
+            cells = [f"{statistics.median(figures['1']):.2f} tokens/s"]
+            for n in ("2", "4", "8"):
+                cells += [f"{statistics.median(figures[n]):.2f}", f"{ratio(figures[n], figures['1']):.2f}"]
+            yield path.stem, count, *cells
 
 
 def conversation(path: Path) -> Lines:
@@ -140,21 +144,6 @@ def conversation(path: Path) -> Lines:
     t = model.timing
     read = t.prompt_tokens - t.kept_tokens
     yield f"second turn: {t.prompt_tokens} tokens, {read} of them read, {t.prompt_seconds:.2f} s"
-
-
-def memory(path: Path, peak: float) -> str:
-    """The peak of our processes, compared with its limit: file, keys and values of 2048 tokens, and 300 MB."""
-    import bridge
-    from bridge.runtime.config.config_reader import read_config
-    from bridge.runtime.layers.kv_cache import KVCache
-
-    with bridge.open_gguf(path) as file:
-        cache = KVCache(read_config(file.metadata, path), 2048).nbytes
-    size = path.stat().st_size
-    return (
-        f"\nPeak memory {peak / 1e6:.0f} MB: the file's {size / 1e6:.0f} MB, {cache / 1e6:.0f} MB of keys and values "
-        f"for 2048 tokens, and {(peak - size - cache) / 1e6:.0f} MB (numpy and numba among them)."
-    )
 
 
 # --- perplexity ---

@@ -18,14 +18,14 @@ from functools import partial
 from pathlib import Path
 
 from scripts.benchlib import ROOT, Lines, bench, cost_of, option, ratio, take_turns
-from scripts.benchlib.real_models import PACKAGED, packaged_gguf
-from scripts.peers.llama.llama_quantize import libraries
+from scripts.benchlib.real_models import PACKAGED, model_path
+from scripts.peers.llama import tuned
 
 PROMPT = "The capital of France is"
 OPTIONS = (
     "--threads", option("--turns", 11), option("models", list(PACKAGED), "MODEL", "a GGUF, or smollm2 ..."),
     option("--cold", False, help="also measure a start that compiles everything"),
-    option("--packages", Path("packages"), "DIR", "for what is downloaded"),
+    "--packages",
 )  # fmt: skip
 COLUMNS = "model", "llama.cpp, CPU s", "warm, CPU s", "ratio", "cold, CPU s"
 
@@ -39,13 +39,12 @@ def cpu_seconds(command: list[object], log: Path, environment: dict[str, str]) -
 
 
 def measure(options: argparse.Namespace) -> Lines:
-    options.packages.mkdir(parents=True, exist_ok=True)
-    peer = libraries(options.packages)
+    peer = tuned.download(options.packages)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     log = options.packages / "start.log"
     starter = ROOT / "scripts/peers/llama/llama_start.py"
     for model in options.models:
-        path = packaged_gguf(model, options.packages) if model in PACKAGED else Path(model)
+        path = model_path(model, options.packages)
         ours = [sys.executable, "-m", "bridge.cli", "run", path, "-p", PROMPT, "-n", 1, "--temp", 0]
         ours += ["--threads", options.threads]
         commands = {"theirs": [sys.executable, starter, peer, path, PROMPT, options.threads], "ours": ours}

@@ -12,7 +12,7 @@ import gguf
 import numpy as np
 import pytest
 
-from scripts.peers.llama import llama_quantizer
+from scripts.peers.llama import llama_quantizer, tuned
 from tests.conftest import ROOT, shared
 
 GOLDENS = ROOT / "tests" / "data" / "converter"
@@ -88,12 +88,16 @@ def test_rows_are_measured_once_and_kept(small_model: Path, tmp_path: Path) -> N
 
 @pytest.mark.exhaustive
 def test_speeds_are_of_both_runtimes_and_of_another_models_shapes(small_model: Path, tmp_path: Path) -> None:
+    packages = tmp_path / "packages"
+    try:
+        tuned.download(packages)
+    except RuntimeError as problem:
+        pytest.skip(str(problem))
     shapes = ["--layers=5", "--hidden=256", "--intermediate=512", "--heads=4", "--kv-heads=2", "--vocab=4096"]
     command = [sys.executable, "-m", "scripts.make_synthetic", str(tmp_path / "shape"), *shapes]
     subprocess.run(command, check=True, cwd=ROOT)
-    printed, _ = bench(
-        small_model, tmp_path / "work", "--turns=1", f"--speed-of={tmp_path / 'shape'}", "--only", "F16", "Q4_K_M"
-    )
+    options = "--turns=1", f"--speed-of={tmp_path / 'shape'}", f"--packages={packages}", "--only", "F16", "Q4_K_M"
+    printed, _ = bench(small_model, tmp_path / "work", *options)
     rows = [line.split("|")[1:-1] for line in printed.splitlines() if line.startswith(("| F16", "| Q4_K_M"))]
     assert len(rows) == 2
     assert all(float(cell) > 0 for row in rows for cell in row[6:])

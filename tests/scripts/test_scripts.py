@@ -62,7 +62,7 @@ def test_a_synthetic_mixture_runs_and_a_second_turn_reads_only_what_is_new(tmp_p
     bridge.convert(tmp_path / "model", tmp_path / "m.gguf")
     config = bridge.Model.load(tmp_path / "m.gguf").config
     assert (config.arch, config.experts, config.routing.used) == ("qwen3moe", 4, 2)
-    printed = run("speed.bench_model", "--gguf", str(tmp_path / "m.gguf"), "--conversation")
+    printed = run("speed.bench_model", str(tmp_path / "m.gguf"), "--conversation")
     assert "second turn: 1596 tokens, 33 of them read" in printed
 
 

@@ -2,7 +2,7 @@
 
 The weights are laid out as in the file, or repacked as in llama.cpp, where ggml has a repacked kernel for the type and
 the number of rows on this processor. Used by tests (the xllamacpp wheel) and by scripts/speed/bench_matvec.py
-(llama-cpp-python, built natively).
+(`tuned.py`).
 """
 
 import ctypes
@@ -15,7 +15,7 @@ from typing import Any
 import gguf
 import numpy as np
 
-from scripts.peers.llama import ggml
+from scripts.peers.llama import ggml, tuned
 from scripts.peers.llama.ggml import InitParams
 
 
@@ -60,8 +60,8 @@ _SIGNATURES: tuple[tuple[Any, list[Any], str], ...] = (
 class Library:
     """ggml's functions, looked up in one or several shared libraries."""
 
-    def __init__(self, *paths: Path):
-        self._libraries = [ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL) for path in paths]
+    def __init__(self, *libraries: ctypes.CDLL):
+        self._libraries = libraries
         for result, arguments, names in _SIGNATURES:
             for name in names.split():
                 function = self._find(name)
@@ -171,11 +171,11 @@ class Matrix:
 @cache
 def wheel() -> Library:
     """ggml inside the xllamacpp wheel."""
-    return Library(ggml.wheel())
+    return Library(ctypes.CDLL(str(ggml.wheel()), mode=ctypes.RTLD_GLOBAL))
 
 
-def native(folder: Path) -> Library:
-    """The ggml of llama-cpp-python: its three shared libraries, with their log silenced."""
-    library: Any = Library(*(folder / f"lib{name}.so" for name in ("ggml-base", "ggml-cpu", "ggml")))
+def tuned_library(folder: Path) -> Library:
+    """ggml as it is built for this processor, with its log silenced; see `tuned.download`."""
+    library: Any = Library(*tuned.load(folder)[:3])
     library.log_set(_silent, None)
     return library

@@ -1,4 +1,4 @@
-"""llama.cpp through its C API, by ctypes over the same shared library as `ggml.py`.
+"""llama.cpp through its C API, by ctypes over the same shared library as `ggml.py`, or over those of `tuned.py`.
 
 The wheel's Python layer serves requests; the tests need logits at every position, so they call the C functions below
 it. Two parameter structs are passed by value and grow with every llama.cpp release. They are declared larger than they
@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from scripts.peers.llama import ggml
+from scripts.peers.llama import ggml, tuned
 
 _GGML_TYPE_F32 = 0
 _log_tail: list[str] = []  # llama.cpp's messages since the last load began
@@ -72,9 +72,9 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 
 
 @cache
-def _library() -> Any:
+def _library(folder: Path | None) -> Any:
     """The library with llama.cpp's functions typed; its log goes to a list instead of the terminal."""
-    lib = ggml.library()
+    lib = ggml.library() if folder is None else tuned.load(folder).llama
     ggml.declare(lib, _SIGNATURES)
     lib.llama_log_set(ctypes.cast(_on_log, c_void_p), None)
     lib.llama_backend_init()
@@ -89,23 +89,26 @@ class LlamaCpp:
     n_threads   of the CPU
     float_kv    keys and values kept in float32 and attention computed plainly, so that what
                 remains of a difference to a float model lies in the weights and the activations
-    n_batch     tokens that are computed together; default: as many as the context holds
+    n_batch     tokens of a call at most; default: as many as the context holds
+    n_ubatch    of these, those that pass through the layers together; default: all
     lora        an adapter's GGUF
     flash       flash attention with float_kv too: where it is sparse, llama.cpp computes it so alone
+    libraries   the folder of `tuned.download`; None: the xllamacpp wheel
     """
 
     def __init__(
         self, path: str | Path, n_ctx: int = 512, n_threads: int = 1, float_kv: bool = True, n_batch: int | None = None,
-        lora: str | Path | None = None, flash: bool = False,
+        lora: str | Path | None = None, flash: bool = False, libraries: Path | None = None, n_ubatch: int | None = None,
     ) -> None:  # fmt: skip
-        self._lib = lib = _library()
+        self._lib = lib = _library(libraries)
         self._model = self._context = None
         _log_tail.clear()
         self._model = lib.llama_model_load_from_file(str(path).encode(), lib.llama_model_default_params())
         if not self._model:
             raise RuntimeError(f"llama.cpp cannot load {path}: {_complaint()}")
         self._vocab = lib.llama_model_get_vocab(self._model)
-        params = _context_params(lib, n_ctx, float_kv, n_batch or n_ctx, flash)
+        n_batch = n_batch or n_ctx
+        params = _context_params(lib, n_ctx, float_kv, n_batch, n_ubatch or n_batch, flash)
         self._context = lib.llama_init_from_model(self._model, params)
         if not self._context:
             self.close()
@@ -114,7 +117,7 @@ class LlamaCpp:
             self._adapt(lora)
         self.n_ctx = lib.llama_n_ctx(self._context)
         assert self.n_ctx >= n_ctx, "llama_context_params was not understood"
-        assert lib.llama_n_batch(self._context) >= (n_batch or n_ctx), "llama_context_params was not understood"
+        assert lib.llama_n_batch(self._context) >= n_batch, "llama_context_params was not understood"
         lib.llama_set_n_threads(self._context, n_threads, n_threads)
         self.vocab_size = lib.llama_vocab_n_tokens(self._vocab)
         self.bos, self.eos = lib.llama_vocab_bos(self._vocab), lib.llama_vocab_eos(self._vocab)
@@ -227,13 +230,13 @@ def window_logits(path: Path, windows: np.ndarray, n_threads: int = 1, lora: Pat
         return np.stack([runtime.logits(window.tolist()) for window in windows])
 
 
-def _context_params(lib: Any, n_ctx: int, float_kv: bool, n_batch: int, flash: bool) -> _Params:
+def _context_params(lib: Any, n_ctx: int, float_kv: bool, n_batch: int, n_ubatch: int, flash: bool) -> _Params:
     params = lib.llama_context_default_params()
     for word, (field, default) in _CONTEXT_WORDS.items():
         if params.words[word] != default:
             raise RuntimeError(f"llama_context_params.{field} is not where this llama.cpp keeps it; adapt llama_cpp.py")
     # one decode call takes all tokens of a batch, and yields logits for all of them
-    params.words[0], params.words[1], params.words[2] = n_ctx, n_batch, n_batch
+    params.words[0], params.words[1], params.words[2] = n_ctx, n_batch, n_ubatch
     if float_kv:
         params.words[13] = int(flash)
         params.words[26] = params.words[27] = _GGML_TYPE_F32

@@ -1,4 +1,4 @@
-"""llama.cpp's own `llama_model_quantize`, by ctypes over the libraries that node-llama-cpp distributes through npm.
+"""llama.cpp's own `llama_model_quantize`, by ctypes over the libraries of `tuned.py`.
 
     python -m scripts.peers.llama.llama_quantize LIBRARIES IN.gguf OUT.gguf Q4_K_M --imatrix FILE --threads 1
 
@@ -9,9 +9,6 @@ them is noticed.
 
 import argparse
 import ctypes
-import platform
-import subprocess
-import tarfile
 from ctypes import POINTER, c_bool, c_char_p, c_float, c_int, c_int32, c_int64, c_size_t, c_uint32, c_void_p
 from pathlib import Path
 from typing import Any
@@ -20,9 +17,7 @@ import gguf
 import numpy as np
 
 from bridge.gguf_file.imatrix import read_imatrix
-
-_VERSION = "3.22.1"
-_BASE, _GGML, _LLAMA = "libggml-base.so", "libggml.v*.so", "libllama.v*.so"  # in the order of their needs
+from scripts.peers.llama import tuned
 
 
 class _Imatrix(ctypes.Structure):
@@ -49,37 +44,10 @@ _DEFAULTS = {
 }  # fmt: skip
 
 
-def libraries(folder: Path) -> Path:
-    """The folder of the package's shared libraries, downloaded by npm into `folder` if they are not there.
-
-    Raises RuntimeError if npm cannot get them.
-    """
-    machine = {"x86_64": "x64", "aarch64": "arm64"}.get(platform.machine(), platform.machine())
-    name = f"{platform.system().lower()}-{machine}"
-    unpacked = folder / f"node-llama-cpp-{name}-{_VERSION}"
-    binaries = unpacked / "package" / "bins" / name
-    if not binaries.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        command = ["npm", "pack", "--silent", f"@node-llama-cpp/{name}@{_VERSION}"]
-        try:
-            subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True)
-            (packed,) = folder.glob(f"node-llama-cpp-{name}-{_VERSION}.tgz")
-            partial = folder / f"{unpacked.name}.partial"
-            with tarfile.open(packed) as archive:
-                archive.extractall(partial, filter="data")
-            partial.rename(unpacked)
-        except (OSError, subprocess.CalledProcessError, ValueError) as problem:
-            complaint = getattr(problem, "stderr", "") or str(problem)
-            raise RuntimeError(
-                f"{' '.join(command)}: {complaint.strip()[-300:]}; give the folder of libllama in another way"
-            ) from None
-    return binaries
-
-
 def quantize(folder: Path, source: Path, out: Path, preset: str, imatrix: Path | None = None, threads: int = 1) -> None:
     """Write `source`, a GGUF with matrices in F16, BF16 or F32, as one of llama.cpp's presets.
 
-    folder   has the shared libraries, see `libraries`
+    folder   has the shared libraries, see `tuned.download`
     imatrix  llama.cpp's importance matrix
 
     Raises RuntimeError if the libraries have other parameters, or llama.cpp fails.
@@ -107,13 +75,7 @@ def quantize(folder: Path, source: Path, out: Path, preset: str, imatrix: Path |
 
 def _library(folder: Path) -> Any:
     """The loaded library with the signatures used here."""
-    matches = {pattern: sorted(folder.glob(pattern)) for pattern in (_BASE, _GGML, _LLAMA)}
-    if missing := [pattern for pattern, files in matches.items() if not files]:
-        raise RuntimeError(f"{folder}: has no {' and no '.join(missing)}; is it a package of node-llama-cpp?")
-    base, ggml, lib = (ctypes.CDLL(str(files[0]), ctypes.RTLD_GLOBAL) for files in matches.values())
-    del base
-    ggml.ggml_backend_load_all_from_path.argtypes = [c_char_p]
-    ggml.ggml_backend_load_all_from_path(str(folder).encode())  # the CPU's own kernels are a library that it chooses
+    lib = tuned.load(folder).llama
     lib.llama_model_quantize_default_params.restype = _Params
     lib.llama_model_quantize.argtypes = [c_char_p, c_char_p, POINTER(_Params)]
     lib.llama_model_quantize.restype = c_uint32
