@@ -61,6 +61,20 @@ def test_functions_are_compiled_by_other_processes_and_kept(fresh: Path, monkeyp
     compile_ahead.compile_all(functions)  # nothing is left to do
 
 
+def test_a_process_without_numba_has_even_one_function_compiled_by_another(tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        "from bridge.runtime.cpu.ops import decoder_ops\n"
+        "from bridge.system.kernels import compile_ahead, compiling\n"
+        "function = decoder_ops.function('scale')\n"
+        "compile_ahead.compile_all([function])\n"
+        "assert function.address and compiling.steps() == 1 and 'numba' not in sys.modules"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "NUMBA_CACHE_DIR"}
+    environment["XDG_CACHE_HOME"] = str(tmp_path)
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, env=environment, timeout=PATIENCE)
+
+
 def test_a_process_that_is_killed_leaves_the_function_to_whoever_needs_it(
     fresh: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -36,6 +36,7 @@ from bridge.runtime.tokenizer import common_prefix
 from bridge.system.kernels import compiling
 from bridge.system.kernels.compile_ahead import compile_all
 from bridge.system.kernels.jit import CFunction
+from bridge.system.threads import pool
 
 BATCH = 512  # tokens that pass through the layers together
 WIDEST = 8  # tokens in a step: columns of the widest kernel
@@ -231,7 +232,7 @@ class Decoder:
         if machine.one_token_each:  # a table holds addresses
             compile_all(wanted)
         program = machine.build(self.precision)
-        compile_all([*wanted, *machine.embedding.functions(), *program.functions()])
+        compile_all([*wanted, *machine.embedding.functions(), *program.functions(), *pool.functions()])
         return program
 
     def _functions(self, machine: CpuMachine) -> list[CFunction]:

@@ -16,14 +16,16 @@ _EACH = 4  # functions that a process compiles at least: it takes as long as two
 def compile_all(functions: Iterable[CFunction]) -> None:
     """Compile those of the functions that are neither loaded nor kept, and keep them.
 
-    Where that takes more than one process, the listener of `compiling.reporting_to` hears of each. What cannot be
-    compiled so is left to whoever needs it.
+    Other processes do it, and end: Numba and what it compiles would take 0.13 GB of this one for good. The listener of
+    `compiling.reporting_to` hears of each function. What cannot be compiled so is left to whoever needs it, and so are
+    a few functions where this process has Numba already.
     """
     missing = [function for function in dict.fromkeys(functions) if not object_code.known(function)]
     count = min(_MOST, usable_cpus(), len(missing) // _EACH)
-    if count < 2 or not sys.executable or os.environ.get("NUMBA_DISABLE_JIT"):
+    if not missing or (count < 2 and "numba" in sys.modules):
         return
-    _in_processes(missing, count)
+    if sys.executable and not os.environ.get("NUMBA_DISABLE_JIT"):
+        _in_processes(missing, max(count, 1))
 
 
 def _in_processes(missing: list[CFunction], count: int) -> None:

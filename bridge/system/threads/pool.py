@@ -300,6 +300,11 @@ def function(name: str) -> CFunction:
     return c_function(FUNCTIONS[name])
 
 
+def functions() -> list[CFunction]:
+    """The C functions of a pool."""
+    return [function(name) for name in FUNCTIONS]
+
+
 def make_calls(table: np.ndarray, worth: bool = True) -> None:
     """Make the calls of int64 [rows, WORDS] one after another; `worth`: see `share`.
 
