@@ -163,6 +163,13 @@ class Speeds:
         return out
 
 
+def in_type(base: Path, type: str) -> Path:
+    """A file beside another, of its shapes, with random blocks of one type in all matrices."""
+    out = base.with_name(f"{base.stem}-{type}.gguf")
+    rewrite(base, out, lambda tensor: type if len(tensor.shape) > 1 else tensor.tensor_type.name, _random)
+    return out
+
+
 def _random(tensor: gguf.ReaderTensor, type: str) -> np.ndarray:
     """Random blocks of a type in the tensor's shape: speed does not depend on the values."""
     columns, rows = (int(n) for n in tensor.shape)

@@ -3,8 +3,9 @@
     python -m scripts.speed.bench_model smollm2 gemma3-270m    what package registries carry, see benchlib
     python -m scripts.speed.bench_model model.gguf --prompts 512 2048 8192 --depths 8 8192
     python -m scripts.speed.bench_model                            a synthetic 1B Q4_K, made and removed
+    python -m scripts.speed.bench_model --types Q4_K IQ3_XXS    its shapes, with random blocks of these types
     python -m scripts.speed.bench_model --experts    a synthetic mixture of 64 experts, 8 of them used
-    python -m scripts.speed.bench_model --together    2, 4 and 8 sequences at once, compared with one
+    python -m scripts.speed.bench_model --together    1, 2, 4 and 8 sequences at once
     python -m scripts.speed.bench_model --draft    replies with guessed tokens, compared with those without
     python -m scripts.speed.bench_model --conversation    the tokens that a second turn reads
     python -m scripts.speed.bench_model --perplexity CHECKPOINT... --text wiki.txt
@@ -26,6 +27,7 @@ import argparse
 import math
 import statistics
 import tempfile
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,18 +35,33 @@ from typing import Any
 from scripts.benchlib import Lines, bench, head, option, ratio, synthetic, take_turns
 from scripts.benchlib.drafts import drafts
 from scripts.benchlib.real_models import model_path
-from scripts.benchlib.speeds import BEGIN, Plan, beside, turn
+from scripts.benchlib.speeds import BEGIN, Plan, beside, in_type, turn
 from scripts.peers.llama import tuned
 
-TOGETHER = """
+OURS_TOGETHER = """
 import bridge
 model = bridge.Model.load(path, threads=threads, context=512).prepare()
 model.tokenizer.stops = frozenset()
 def speed(count):
     model.generate_batch([tokens[i : i + 8] for i in range(count)], 65, seed=1)
     return model.timing.tokens / model.timing.seconds
-for count in (1, 2, 4, 8):
-    speed(count)
+"""
+THEIRS_TOGETHER = """
+from pathlib import Path
+from scripts.peers.llama.llama_cpp import LlamaCpp
+def speed(count):
+    with LlamaCpp(
+        path, n_ctx=512 * count, n_threads=threads, float_kv=False, n_seq_max=count, libraries=Path(libraries)
+    ) as model:
+        for position in range(8):
+            made = model.step([tokens[i + position] for i in range(count)], position).argmax(1).tolist()
+        begun = time.perf_counter()
+        for position in range(8, 72):
+            made = model.step(made, position).argmax(1).tolist()
+        return 64 * count / (time.perf_counter() - begun)
+"""
+BATCHES = """
+speed(8)
 print("RESULT" + json.dumps({str(count): speed(count) for count in (1, 2, 4, 8)}))
 """
 
@@ -54,8 +71,9 @@ OPTIONS = (
     option("--threads", [1, 2]), "--turns", "--rounds", "--text", option("--windows", 64), "--packages",
     option("--prompts", [512, 2048], "N", "tokens of prompts"),
     option("--depths", [8], "N", "tokens of contexts after which 64 are generated"),
+    option("--types", str, "TYPE", "instead of the model's own types", nargs="+", default=[]),
     option("--experts", False, help="use a synthetic mixture of 64 experts"),
-    option("--together", False, help="measure several sequences at once, with the default sampling"),
+    option("--together", False, help="measure several sequences at once, llama.cpp's greedily"),
     option(
         "--draft", nargs="?", const="ngram", choices=("ngram", "mtp"),
         help="measure guessed tokens (default: ngram); with --text, on what the model replies to pieces of it",
@@ -76,7 +94,7 @@ def measure(options: argparse.Namespace) -> Lines:
         paths = [model_path(model, options.packages) for model in options.models]
         paths = paths or [synthetic(Path(scratch), *(EXPERTS if options.experts else ()))]
         if options.together:
-            yield from together(paths, options.threads, options.turns)
+            yield from together(paths, tuned.download(options.packages), options.threads, options.turns)
         elif options.draft:
             for path in paths:
                 yield from drafts(path, options.draft, options.text, options.threads, options.rounds)
@@ -87,13 +105,14 @@ def measure(options: argparse.Namespace) -> Lines:
             libraries = tuned.download(options.packages)
             yield f"llama.cpp: {tuned.build(libraries)}, as npm distributes it. Medians of {options.turns} turns."
             plan = Plan(tuple(options.prompts), tuple(options.depths))
-            yield from speeds(paths, libraries, options.threads, options.turns, plan)
+            files = (in_type(path, type) for path in paths for type in options.types) if options.types else paths
+            yield from speeds(files, libraries, options.threads, options.turns, plan)
 
 
 # --- speed, memory, start ---
 
 
-def speeds(paths: list[Path], libraries: Path, threads: list[int], turns: int, plan: Plan) -> Lines:
+def speeds(paths: Iterable[Path], libraries: Path, threads: list[int], turns: int, plan: Plan) -> Lines:
     yield head("model", "threads", "what", "gguf-bridge", "llama.cpp", "ratio", "ratio, CPU time")
     for path in paths:
         for count in threads:
@@ -117,17 +136,21 @@ def what(name: str) -> str:
     return f"prompt, {count} tokens" if kind == "prompt" else f"decode after {count} tokens"
 
 
-def together(paths: list[Path], threads: list[int], turns: int) -> Lines:
+def together(paths: list[Path], libraries: Path, threads: list[int], turns: int) -> Lines:
     """Tokens a second of all sequences together; the ratio to one is the median of the turns'."""
-    yield head("model", "threads", "one", *(cell for n in (2, 4, 8) for cell in (f"{n} sequences", "ratio")))
+    sides = {"gguf-bridge": BEGIN + OURS_TOGETHER + BATCHES, "llama.cpp": BEGIN + THEIRS_TOGETHER + BATCHES}
+    many = [cell for n in (2, 4, 8) for cell in (f"{n} sequences", "ratio")]
+    yield head("model", "threads", "", "one", *many, "8 beside llama.cpp's")
     for path in paths:
-        turn(BEGIN + TOGETHER, path, threads[0])
+        turn(sides["gguf-bridge"], path, threads[0])
         for count in threads:
-            figures = take_turns({"ours": partial(turn, BEGIN + TOGETHER, path, count)}, turns)["ours"]
-            cells = [f"{statistics.median(figures['1']):.2f} tokens/s"]
-            for n in ("2", "4", "8"):
-                cells += [f"{statistics.median(figures[n]):.2f}", f"{ratio(figures[n], figures['1']):.2f}"]
-            yield path.stem, count, *cells
+            runs = {side: partial(turn, code, path, count, libraries) for side, code in sides.items()}
+            figures = take_turns(runs, turns)
+            for side, of_side in figures.items():
+                cells = [f"{statistics.median(of_side['1']):.4g} tokens/s"]
+                for n in ("2", "4", "8"):
+                    cells += [f"{statistics.median(of_side[n]):.4g}", f"{ratio(of_side[n], of_side['1']):.2f}"]
+                yield path.stem, count, side, *cells, f"{ratio(of_side['8'], figures['llama.cpp']['8']):.2f}"
 
 
 def conversation(path: Path) -> Lines:

@@ -91,6 +91,7 @@ class LlamaCpp:
                 remains of a difference to a float model lies in the weights and the activations
     n_batch     tokens of a call at most; default: as many as the context holds
     n_ubatch    of these, those that pass through the layers together; default: all
+    n_seq_max   sequences that share the context
     lora        an adapter's GGUF
     flash       flash attention with float_kv too: where it is sparse, llama.cpp computes it so alone
     libraries   the folder of `tuned.download`; None: the xllamacpp wheel
@@ -99,6 +100,7 @@ class LlamaCpp:
     def __init__(
         self, path: str | Path, n_ctx: int = 512, n_threads: int = 1, float_kv: bool = True, n_batch: int | None = None,
         lora: str | Path | None = None, flash: bool = False, libraries: Path | None = None, n_ubatch: int | None = None,
+        n_seq_max: int = 1,
     ) -> None:  # fmt: skip
         self._lib = lib = _library(libraries)
         self._model = self._context = None
@@ -108,7 +110,7 @@ class LlamaCpp:
             raise RuntimeError(f"llama.cpp cannot load {path}: {_complaint()}")
         self._vocab = lib.llama_model_get_vocab(self._model)
         n_batch = n_batch or n_ctx
-        params = _context_params(lib, n_ctx, float_kv, n_batch, n_ubatch or n_batch, flash)
+        params = _context_params(lib, n_ctx, float_kv, n_batch, n_ubatch or n_batch, n_seq_max, flash)
         self._context = lib.llama_init_from_model(self._model, params)
         if not self._context:
             self.close()
@@ -202,26 +204,32 @@ class LlamaCpp:
             rows = self._decode([token], len(tokens) + len(reply) - 1)
         return reply
 
+    def step(self, tokens: list[int], position: int) -> np.ndarray:
+        """float32 [n, vocab] of what follows one token at a position in each of the first n sequences."""
+        return self._run([(token, position, sequence, True) for sequence, token in enumerate(tokens)])
+
     def _decode(self, tokens: list[int], start: int, every: bool = True) -> np.ndarray:
         """float32 [n, vocab] after every token, or after the last one alone."""
         if not tokens or start + len(tokens) > self.n_ctx:
             raise ValueError(f"{start + len(tokens)} tokens do not fit a context of {self.n_ctx}")
-        batch = self._lib.llama_batch_init(len(tokens), 0, 1)
+        last = len(tokens) - 1
+        return self._run([(int(token), start + i, 0, every or i == last) for i, token in enumerate(tokens)])
+
+    def _run(self, entries: list[tuple[int, int, int, bool]]) -> np.ndarray:
+        """float32 [n, vocab] after those of the (token, position, sequence, wanted) that are wanted."""
+        batch = self._lib.llama_batch_init(len(entries), 0, 1)
         try:
-            batch.n_tokens = len(tokens)
-            for i, token in enumerate(tokens):
-                batch.token[i] = int(token)
-                batch.pos[i] = start + i
-                batch.n_seq_id[i] = 1
-                batch.seq_id[i][0] = 0
-                batch.logits[i] = every or i == len(tokens) - 1
+            batch.n_tokens = len(entries)
+            for i, (token, position, sequence, wanted) in enumerate(entries):
+                batch.token[i], batch.pos[i], batch.logits[i] = token, position, wanted
+                batch.n_seq_id[i], batch.seq_id[i][0] = 1, sequence
             status = self._lib.llama_decode(self._context, batch)
         finally:
             self._lib.llama_batch_free(batch)
         if status:
             raise RuntimeError(f"llama_decode returned {status}: {_complaint()}")
         rows = self._lib.llama_get_logits(self._context)
-        return np.ctypeslib.as_array(rows, (len(tokens) if every else 1, self.vocab_size)).copy()
+        return np.ctypeslib.as_array(rows, (sum(entry[3] for entry in entries), self.vocab_size)).copy()
 
 
 def window_logits(path: Path, windows: np.ndarray, n_threads: int = 1, lora: Path | None = None) -> np.ndarray:
@@ -230,13 +238,15 @@ def window_logits(path: Path, windows: np.ndarray, n_threads: int = 1, lora: Pat
         return np.stack([runtime.logits(window.tolist()) for window in windows])
 
 
-def _context_params(lib: Any, n_ctx: int, float_kv: bool, n_batch: int, n_ubatch: int, flash: bool) -> _Params:
+def _context_params(
+    lib: Any, n_ctx: int, float_kv: bool, n_batch: int, n_ubatch: int, n_seq_max: int, flash: bool
+) -> _Params:
     params = lib.llama_context_default_params()
     for word, (field, default) in _CONTEXT_WORDS.items():
         if params.words[word] != default:
             raise RuntimeError(f"llama_context_params.{field} is not where this llama.cpp keeps it; adapt llama_cpp.py")
     # one decode call takes all tokens of a batch, and yields logits for all of them
-    params.words[0], params.words[1], params.words[2] = n_ctx, n_batch, n_ubatch
+    params.words[:4] = n_ctx, n_batch, n_ubatch, n_seq_max
     if float_kv:
         params.words[13] = int(flash)
         params.words[26] = params.words[27] = _GGML_TYPE_F32
