@@ -19,8 +19,8 @@ from bridge.blocks.read import READ
 from bridge.errors import BridgeError
 from bridge.runtime import QuantTensor
 from bridge.runtime.bench import put_d, put_dmin
-from bridge.runtime.cpu.engines import filerows, interleaved, superblock, unpacked
-from bridge.runtime.cpu.engines.portable import RowMajor
+from bridge.runtime.cpu.engines import dequantize, filerows, interleaved, superblock, unpacked
+from bridge.runtime.cpu.engines.portable import Dequantizing, RowMajor
 from bridge.runtime.cpu.engines.prepared import Prepared
 from bridge.runtime.cpu.engines.tiled import Tiled
 from bridge.runtime.cpu.forms import activations, layout, repack
@@ -423,6 +423,34 @@ def test_the_repacked_form_has_the_bytes_of_the_file(block, lanes):
     more = dict(re.findall(r"(\w+) +[\d.]+ -> ([\d.]+)", layout.__doc__))
     assert set(more) == {b.name for b in READ.values() if b.numbered or b.name == "IQ4_XS"}
     assert bits == pytest.approx(float(more.get(block.name, block.bpw)), abs=0 if block.name not in more else 5e-3)
+
+
+@pytest.mark.parametrize("type", ["F32", "F16", "BF16", "F64", "Q4_K"])
+@pytest.mark.parametrize(("rows", "columns"), [(1, 256), (65, 512), (130, 1280)])
+def test_a_dense_product_is_that_of_the_dequantized_weights(type: str, rows: int, columns: int) -> None:
+    """Whatever the number of threads, and of vectors that the kernels take at a time."""
+    rng = np.random.default_rng(11)
+    values = rng.standard_normal((rows, columns))
+    if type in READ:
+        tensor, values = random_matrix(READ[type], rows, columns)
+    else:
+        stored = values.astype({"F16": np.float16, "F64": np.float64}.get(type, np.float32))
+        raw = (stored.view(np.uint32) >> 16).astype(np.uint16) if type == "BF16" else stored
+        tensor = QuantTensor("w", type, (rows, columns), raw.view(np.uint8).reshape(-1))
+        values = dequantize.rows(type, raw.view(np.uint8))
+    for vectors in (1, 2, 7, 15, 40):
+        x = rng.standard_normal((vectors, columns)).astype(np.float32)
+        products = [np.full((vectors, rows), np.nan, np.float32) for _ in range(2)]
+        before = pool.get_num_threads()
+        try:
+            for threads, product in zip((1, 3), products, strict=True):
+                pool.set_num_threads(threads)
+                Dequantizing(tensor).run(x, product, False)
+        finally:
+            pool.set_num_threads(before)
+        assert np.array_equal(*products)
+        exact = x.astype(np.float64) @ values.T.astype(np.float64)
+        assert np.abs(products[0] - exact).max() < 1e-6 * np.abs(exact).max() * np.sqrt(columns)
 
 
 @SEVERAL_COLUMNS

@@ -5,16 +5,24 @@ import numpy as np
 from bridge.blocks.read import READ
 from bridge.blocks.tensor_types import FLOAT_TYPES
 from bridge.errors import BridgeError
+from bridge.runtime.cpu.engines.floats import SIZES, wide_rows_function
+from bridge.runtime.cpu.forms import rowmajor
+from bridge.system.kernels.jit import CFunction
 
 UNQUANTIZED = (*FLOAT_TYPES, "F64", "I32")  # a number for each weight
+
+
+def rows_function(type: str) -> CFunction | None:
+    """The C function that makes a type's rows float32, see rowmajor.py; None: `rows` alone does."""
+    if type in SIZES:
+        return wide_rows_function(type)
+    return rowmajor.rows_function(type) if type in READ else None
 
 
 def rows(type: str, raw: np.ndarray) -> np.ndarray:
     """raw uint8 [rows, row bytes] of a type -> float32 [rows, in]. Equals gguf.quants.dequantize bit for bit."""
     raw = np.ascontiguousarray(raw)
     if type in READ:
-        from bridge.runtime.cpu.forms import rowmajor  # llvmlite, which files of floats do without
-
         block = READ[type]
         out = np.empty((raw.shape[0], raw.shape[1] // block.nbytes * block.size), np.float32)
         convert = rowmajor.rows_function(type).ctypes

@@ -7,8 +7,8 @@ from functools import cache
 from bridge.blocks.read import READ
 from bridge.runtime.cpu.engines import interleaved
 from bridge.runtime.cpu.engines.dequantize import UNQUANTIZED
-from bridge.runtime.cpu.engines.floats import SIZES, FloatRows
-from bridge.runtime.cpu.engines.portable import Dequantizing, Engine, RawMatrix, RowMajor
+from bridge.runtime.cpu.engines.floats import SIZES
+from bridge.runtime.cpu.engines.portable import Dequantizing, Engine, FloatRows, RawMatrix, RowMajor
 from bridge.runtime.cpu.engines.prepared import Prepared
 from bridge.runtime.cpu.engines.tiled import Tiled
 from bridge.runtime.cpu.forms.repack import repacker

@@ -3,7 +3,7 @@
 A row is `count` numbers of 4 or 2 bytes, as in the file; there is nothing to repack. The kernel is a
 C function as those of interleaved.py are; its "row groups" are single rows, `blocks` is the row's length and
 `stride` its bytes. From memory it runs at the speed of reading; several tokens at once go through a dense
-product of dequantized tiles where that is less work than passing over the weights again.
+product (dense.py) where that is less work than passing over the weights again.
 """
 
 from __future__ import annotations
@@ -11,21 +11,17 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-import numpy as np
-
-from bridge.runtime.cpu.engines.portable import Dequantizing, RawMatrix
 from bridge.system.kernels import ir
 from bridge.system.kernels.jit import CFunction, c_function, cgutils, intrinsic, maker, types
 from bridge.system.kernels.memory import LANES, call_intrinsic, floats, fma
-from bridge.system.threads.pool import MIN_BYTES_TO_SHARE, share_items
 
 SIZES = {"F32": 4, "F16": 2, "BF16": 2}  # bytes of a number
-_FEW = 4  # most tokens that are multiplied one after the other; more go through a dense product
 _PARTS = 4  # independent sums, to hide the latency of additions
 
 
 # set per type by `c_function`
 dot: Any = None
+widen: Any = None
 
 
 def _widened(builder: ir.IRBuilder, kind: str, address: ir.Value, lanes: int) -> ir.Value:
@@ -98,21 +94,38 @@ def rows_function(kind: str) -> CFunction:
     return c_function(_rows, f"rows_{kind}", dot=dot_function(kind))
 
 
-class FloatRows(Dequantizing):
-    """The engine of a float matrix."""
+@cache
+def _widening(kind: str) -> Any:
+    """widen(numbers, y, count): so many numbers of a type -> float32, at two addresses."""
 
-    def __init__(self, matrix: RawMatrix):
-        super().__init__(matrix)
-        self.name = f"vector/{matrix.type.lower()} rows"
+    @intrinsic
+    def widen(typingctx, numbers, y, count):
+        def emit(context, builder, signature, arguments):
+            numbers, y, count = arguments
 
-    def functions(self, tokens: int, integer: bool) -> list[CFunction]:
-        return [rows_function(self.type)] if tokens <= _FEW else []
+            def store(index, lanes):
+                value = _widened(builder, kind, builder.add(numbers, builder.mul(index, ir.I64(SIZES[kind]))), lanes)
+                place = builder.add(y, builder.mul(index, ir.I64(4)))
+                builder.store(value, builder.inttoptr(place, value.type.as_pointer()), align=4)
 
-    def run(self, x: np.ndarray, y: np.ndarray, integer: bool) -> None:
-        if x.shape[0] > _FEW:
-            return super().run(x, y, integer)
-        tokens, rows = y.shape
-        return share_items(
-            self.raw.nbytes >= MIN_BYTES_TO_SHARE, rows_function(self.type), self.raw.ctypes.data, x.ctypes.data,
-            y.ctypes.data, x.shape[1], self.raw.shape[1], tokens, 4 * rows, items=rows,
-        )  # fmt: skip
+            full = builder.udiv(count, ir.I64(LANES))
+            with cgutils.for_range(builder, full) as loop:
+                store(builder.mul(loop.index, ir.I64(LANES)), LANES)
+            done = builder.mul(full, ir.I64(LANES))
+            with cgutils.for_range_slice(builder, done, count, ir.I64(1), inc=True) as (i, _):
+                store(i, 1)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.int64, types.int64), emit
+
+    return widen
+
+
+def _wide_rows(raw, y, row_bytes, columns, _0, _1, _2, first, last):
+    widen(raw + first * row_bytes, y + 4 * first * columns, (last - first) * columns)
+
+
+@maker
+def wide_rows_function(kind: str) -> CFunction:
+    """rowmajor.py's `rows_function` for a type of floats."""
+    return c_function(_wide_rows, kind, widen=_widening(kind))

@@ -9,12 +9,15 @@ import numpy as np
 
 from bridge.blocks.read import READ
 from bridge.errors import BridgeError
-from bridge.runtime.cpu.engines import dequantize
+from bridge.runtime.cpu.engines import dense, dequantize
+from bridge.runtime.cpu.engines.floats import rows_function, wide_rows_function
 from bridge.runtime.cpu.forms import rowmajor
 from bridge.runtime.cpu.forms.activations import records
 from bridge.system.kernels.jit import CFunction
+from bridge.system.threads.pool import MIN_BYTES_TO_SHARE, share_items
 
-_TILE = 1 << 20  # weights dequantized at a time
+_TILE = 1 << 20  # weights that Python dequantizes at a time
+_FEW = 4  # most vectors that float rows are multiplied by one after the other
 
 
 class RawMatrix(Protocol):
@@ -42,21 +45,43 @@ class Engine(Protocol):
 
 
 class Dequantizing:
-    """Tiles of rows become float32 and go through numpy's matrix product."""
+    """Tiles of rows become float32 and multiply all vectors, see dense.py."""
 
     def __init__(self, matrix: RawMatrix):
-        self.name = f"numpy/{matrix.type.lower()} dequantized"
+        self.name = f"float32/{matrix.type.lower()} dequantized"
         self.type = matrix.type
         self.raw = matrix.raw.reshape(matrix.shape[0], -1)
-        self.step = max(1, _TILE // matrix.shape[1])
 
     def functions(self, tokens: int, integer: bool) -> list[CFunction]:
-        return [rowmajor.rows_function(self.type)] if self.type in READ else []
+        return [dense.tiles_function(), dequantize.rows_function(self.type) or wide_rows_function("F32")]
 
     def run(self, x: np.ndarray, y: np.ndarray, integer: bool) -> None:
-        for start in range(0, self.raw.shape[0], self.step):
-            tile = dequantize.rows(self.type, self.raw[start : start + self.step])
-            y[:, start : start + self.step] = x @ tile.T
+        if widen := dequantize.rows_function(self.type):
+            dense.multiply(self.raw, widen, x, y)
+            return
+        step = max(1, _TILE // x.shape[1])  # rows that Python dequantizes
+        for start in range(0, y.shape[1], step):
+            y[:, start : start + step] = dense.product(dequantize.rows(self.type, self.raw[start : start + step]), x)
+
+
+class FloatRows(Dequantizing):
+    """The engine of a float matrix."""
+
+    def __init__(self, matrix: RawMatrix):
+        super().__init__(matrix)
+        self.name = f"vector/{matrix.type.lower()} rows"
+
+    def functions(self, tokens: int, integer: bool) -> list[CFunction]:
+        return [rows_function(self.type)] if tokens <= _FEW else super().functions(tokens, integer)
+
+    def run(self, x: np.ndarray, y: np.ndarray, integer: bool) -> None:
+        if x.shape[0] > _FEW:
+            return super().run(x, y, integer)
+        tokens, rows = y.shape
+        return share_items(
+            self.raw.nbytes >= MIN_BYTES_TO_SHARE, rows_function(self.type), self.raw.ctypes.data, x.ctypes.data,
+            y.ctypes.data, x.shape[1], self.raw.shape[1], tokens, 4 * rows, items=rows,
+        )  # fmt: skip
 
 
 class RowMajor(Dequantizing):
