@@ -170,8 +170,13 @@ class QuantTensor(Product):
         if self.factors is not None:
             y *= self.factors[0]
         if self.change is not None:
-            a, b = self.change
-            y += (x @ a.T) @ b.T
+            self.add_change(x, y)
+
+    def add_change(self, x: np.ndarray, y: np.ndarray) -> None:
+        """y += what an adapter adds to the product of x [n, in]; there is one."""
+        assert self.change is not None
+        a, b = self.change
+        y += (x @ a.T) @ b.T
 
     def functions(self, tokens: int, integer: bool) -> list[CFunction]:
         """The C functions that a product of so many tokens calls, by each of the matrices where there are several."""

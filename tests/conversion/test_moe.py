@@ -24,7 +24,6 @@ from bridge.runtime.config.config_reader import read_config
 from bridge.runtime.config.decoder_config import Routing
 from bridge.runtime.decoder.decoder import Decoder
 from bridge.runtime.decoder.experts import route
-from bridge.runtime.decoder.steps import SingleProgram
 from bridge.runtime.layers.weights import read_weights
 from scripts.peers.llama.llama_cpp import LlamaCpp
 from scripts.peers.predictions import mean_kl
@@ -433,13 +432,13 @@ def test_a_table_of_calls_chooses_the_experts_that_python_does(kind, precision, 
             gate.factors, up.factors, down.factors = (np.array([1 + 0.1 * e * n], np.float32) for n in (1, -1, 2))
     tokens = TOKENS[:6]
     single = np.concatenate([model.step([model.cache], [token]).copy() for token in tokens])
-    assert isinstance(model._steps[1].program, SingleProgram)
+    assert model._steps[1].program.single
     expected = plain.logits(plain.run(tokens, len(tokens)))
     assert not plain._steps
     assert mean_kl(expected, single) < (1e-9 if precision == "f32" else 1e-4)
     caches = [model.new_cache() for _ in range(3)]
     together = np.stack([model.step(caches, TOKENS[t : t + 3]).copy() for t in range(3)])
-    assert isinstance(model._steps[3].program, SingleProgram)
+    assert model._steps[3].program.single
     for i in range(3):
         assert mean_kl(plain.scores(TOKENS[i : i + 3], 3), together[:, i]) < (1e-9 if precision == "f32" else 1e-4)
 

@@ -30,11 +30,11 @@ def test_a_layer_with_a_state_computes_its_formulas(shape: str, tmp_path: Path) 
     c, n = SHAPES[shape], 11
     layer, inputs = random_layer(c, n)
     cache: Any = Cache(c)
-    buffers, program = RecurrentBuffers(c, [layer], n, [cache], 1e-5), Program()
+    buffers, program = RecurrentBuffers(c, [layer], n, [cache], 1e-5), Program(n)
     buffers.add(SimpleNamespace(program=program), layer, 0)
     for own, values in zip(buffers.rows[0].inputs, inputs, strict=True):
         own[:] = values
-    buffers.begin([cache])
+    buffers.begin([cache], n)
     run_on_arm(program, tmp_path, buffers, layer, cache)
     np.testing.assert_allclose(buffers.out, plain_layer(c, layer, inputs, 1e-5), rtol=1e-4, atol=1e-5)
 
@@ -49,7 +49,7 @@ def test_a_model_has_the_logits_of_this_machine(
     logits = here.logits(TOKENS[:20])
     folders = (tmp_path / str(i) for i in itertools.count())
 
-    def run(program: Program) -> None:
+    def run(program: Program, at_once: int = 0) -> None:
         folder = next(folders)
         folder.mkdir()
         run_on_arm(program, folder, model._decoder)

@@ -17,7 +17,6 @@ from bridge.models.gguf_config import config_of_gguf
 from bridge.runtime.config.config_reader import read_config
 from bridge.runtime.config.decoder_config import Routing
 from bridge.runtime.decoder.experts import route
-from bridge.runtime.decoder.steps import SingleProgram
 from bridge.runtime.layers.weights import read_weights
 from scripts.peers.llama.llama_cpp import LlamaCpp
 from scripts.peers.predictions import log_softmax, mean_kl
@@ -80,12 +79,12 @@ def test_tokens_one_by_one_in_several_contexts_get_what_a_prompt_gives(name: str
     decoder, plain = (bridge.Model.load(path, precision="f32", kv=kv, context=640)._decoder for _ in range(2))
     decoder.run(TOKENS[:LONG])
     alone = [decoder.step([decoder.cache], [token])[0].copy() for token in TOKENS[LONG:]]
-    assert isinstance(decoder._steps[1].program, SingleProgram)
+    assert decoder._steps[1].program.single
     assert mean_kl(plain.scores(TOKENS, 4), np.array(alone)) < 1e-7
     decoder.cache.length, short = LONG, decoder.new_cache()
     short.copy_prefix(decoder.cache, 40)
     both = decoder.step([decoder.cache, short], TOKENS[LONG : LONG + 2]).copy()
-    assert isinstance(decoder._steps[2].program, SingleProgram)
+    assert decoder._steps[2].program.single
     expected = [alone[0], plain.scores([*TOKENS[:40], TOKENS[LONG + 1]], 1)[0]]
     assert mean_kl(np.array(expected), both) < 1e-7
 

@@ -21,7 +21,6 @@ import bridge
 from bridge.blocks import BLOCKS
 from bridge.cli.use import run as commands
 from bridge.errors import BridgeError
-from bridge.runtime.decoder.steps import SingleProgram
 from bridge.runtime.model import Model
 from bridge.runtime.replies.perplexity import perplexity
 from bridge.runtime.sampling import Sampler, Sampling
@@ -108,7 +107,7 @@ def test_a_table_of_calls_computes_what_matrix_by_matrix_does(
     tokens = prepared.tokenizer.encode(PROMPT)
     prepared.prepare()
     rows = [np.stack([prepared._decoder.next_scores(t).copy() for t in tokens])]
-    monkeypatch.setattr("bridge.runtime.decoder.cpu_machine.unfit", lambda *_: plain._decoder.output)
+    monkeypatch.setattr("bridge.runtime.decoder.steps.Steps.multiplies", lambda *_: False)
     rows += [np.stack([plain._decoder.next_scores(t).copy() for t in tokens])]
     assert (prepared._decoder._steps[1].scores.size > 0) == (embedding in BLOCKS)
     np.testing.assert_allclose(rows[0], rows[1], rtol=1e-3, atol=1e-3)
@@ -149,7 +148,7 @@ def test_weights_are_repacked_between_tokens_for_a_share_of_their_time(share: fl
         counts.append(sum(m.prepared for m in matrices))
     assert counts == sorted(counts)
     assert counts[-1] == (len(matrices) if share else 0)
-    assert isinstance(model._decoder._steps[1].program, SingleProgram)
+    assert model._decoder._steps[1].program.single
     if share:
         assert 0 < counts[0] < len(matrices)
         assert made == list(bridge.Model.load(path, context=64).prepare().generate_tokens(PROMPT, 12, temperature=0))
@@ -581,7 +580,7 @@ def test_a_cpu_without_halves_keeps_floats(path: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize(("count", "least", "threads"), [(1, 1, 1), (5, 9, 2), (352, 3, 2), (704, 3, 7), (16, 1, 64)])
 def test_ranges_of_products_cover_every_row_group_once(count: int, least: int, threads: int) -> None:
-    from bridge.runtime.cpu.ops.program import _shrinking
+    from bridge.runtime.cpu.ops.passes import _shrinking
 
     bounds = _shrinking(count, least, threads)
     assert bounds[0] == 0

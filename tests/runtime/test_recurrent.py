@@ -17,7 +17,6 @@ from bridge.runtime.config.recurrent_config import RecurrentConfig
 from bridge.runtime.cpu.ops.program import Program
 from bridge.runtime.decoder import decoder as decoder_module
 from bridge.runtime.decoder.recurrent import RecurrentBuffers
-from bridge.runtime.decoder.steps import SingleProgram
 from bridge.runtime.layers.recurrent_state import COPIES, RecurrentState
 from bridge.runtime.model import Model
 from scripts.peers.predictions import mean_kl
@@ -170,11 +169,11 @@ def test_the_arithmetic_is_that_of_the_formulas_and_the_copy_that_of_its_token(s
 
     def run(cache: Any, first: int, stop: int) -> np.ndarray:
         buffers = RecurrentBuffers(c, [layer], stop - first, [cache], 1e-5)
-        program = Program()
+        program = Program(stop - first)
         buffers.add(SimpleNamespace(program=program), layer, 0)
         for own, values in zip(buffers.rows[0].inputs, inputs, strict=True):
             own[:] = values[first:stop]
-        buffers.begin([cache])
+        buffers.begin([cache], stop - first)
         program.run()
         cache.state.append(stop - first)
         return buffers.out.copy()
@@ -223,7 +222,7 @@ def guessing(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 def test_a_table_of_calls_gives_what_a_prompt_gives(name: str, guessing: Callable[[str], Path]) -> None:
     decoder, other = (loaded(guessing(name))._decoder for _ in range(2))
     alone = [decoder.step([decoder.cache], [token])[0].copy() for token in TOKENS]
-    assert isinstance(decoder._steps[1].program, SingleProgram)
+    assert decoder._steps[1].program.single
     assert mean_kl(other.scores(TOKENS, len(TOKENS)), np.array(alone)) < 1e-7
 
 
@@ -288,5 +287,5 @@ def test_attention_beside_a_state_has_keys_of_every_kind(kv: str, guessing: Call
     expected = decoder.scores(TOKENS, len(TOKENS))
     decoder.cache.length = 0
     found = np.array([decoder.next_scores(token).copy() for token in TOKENS])
-    assert isinstance(decoder._steps[1].program, SingleProgram)
+    assert decoder._steps[1].program.single
     assert mean_kl(expected, found) < 1e-7

@@ -11,7 +11,6 @@ import pytest
 import bridge
 from bridge.errors import BridgeError
 from bridge.runtime.decoder.decoder import Decoder
-from bridge.runtime.decoder.steps import SingleProgram
 from bridge.runtime.model import Model
 from scripts.peers.predictions import mean_kl
 from tests.conftest import CHECKPOINT, repacked
@@ -101,7 +100,7 @@ def test_logits_are_those_of_one_context(count: int, precision: str, kv: str, pr
     for prompt, cache in zip(prompts, caches, strict=True):
         decoder.run(prompt, cache=cache)
     together = np.array([decoder.step(caches, tokens).copy() for tokens in new])
-    assert isinstance(decoder._steps[count].program, SingleProgram) or not prepared
+    assert decoder._steps[count].program.single or not prepared
     assert [cache.length for cache in caches] == [len(prompt) + 3 for prompt in prompts]
     for i, prompt in enumerate(prompts):
         alone = decoder.scores(prompt + [tokens[i] for tokens in new], 3)

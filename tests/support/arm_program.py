@@ -60,7 +60,7 @@ def arrays_below(thing: Any, seen: set[int]) -> Iterator[np.ndarray]:
 
 def run_on_arm(program: Program, folder: Path, *roots: Any) -> None:
     """Make the program's calls under qemu: the arrays that it and `roots` lead to are then as if it had run here."""
-    arrays = [a for a in arrays_below([*roots, program._rows, program._kept], set()) if a.nbytes]
+    arrays = [a for a in arrays_below([*roots, program._rows, program._referenced], set()) if a.nbytes]
     starts = np.array([a.ctypes.data for a in arrays], np.int64)
     ends = starts + [a.nbytes for a in arrays]
     sizes = np.array([-(-a.nbytes // 64) * 64 for a in arrays])
@@ -79,6 +79,7 @@ def run_on_arm(program: Program, folder: Path, *roots: Any) -> None:
         raw = (moved(flat) if array.dtype == np.int64 else flat).view(np.uint8)
         image[place : place + array.nbytes] = raw
     rows = [[row[0] if isinstance(row[0], CFunction) else row[0](), *row[1:]] for row in program._rows if row[ITEMS]]
+    rows = [[row[0], *(word(program.tokens) if callable(word) else word for word in row[1:])] for row in rows]
     functions = {function.name: function for function, *_ in rows}
     names = {name: f"f{i}" for i, name in enumerate(functions)}
     calls = []

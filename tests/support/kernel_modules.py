@@ -33,7 +33,7 @@ COMPILES = {
     "bridge.runtime.cpu.engines.interleaved": "m.kernel('Q4_0', target, 1, True).address",
     "bridge.runtime.cpu.ops.latent_attention": "m.function('store', 'q8_0').address",
     "bridge.runtime.cpu.engines.products": "m._product_function().address",
-    "bridge.runtime.cpu.ops.program": "m._several_function().address",
+    "bridge.runtime.cpu.ops.passes": "m.function('several').address",
     "bridge.runtime.cpu.engines.readbw": "m._kernel().address",
     "bridge.runtime.cpu.ops.recurrent_ops": "m.function('gates').address",
     "bridge.runtime.cpu.forms.repack": "m.repacker('Q4_0', 8).address; m.repacker('IQ4_XS', 8).address",

@@ -2,7 +2,7 @@
 
 machine          the verbs of the walk, which machines implement:
 cpu_machine      on the CPU, as a program of calls; numpy_machine  plainly, in NumPy; CUDA's are in cuda/
-steps            the two forms of a program: one table for a token, one call after another for many
+steps            a program: tables of calls with the products in them, and what Python does in between
 shared           a decoder that calls take from each other
 positions        what depends on a token's position
 experts, recurrent, prediction    what some architectures do beside attention and a network

@@ -17,11 +17,12 @@ from bridge.runtime.cpu.engines.floats import SIZES
 from bridge.runtime.cpu.ops import attention as attn
 from bridge.runtime.cpu.ops import decoder_ops as ops
 from bridge.runtime.cpu.ops import latent_attention, stream_ops
-from bridge.runtime.cpu.ops.program import Program, address, bits, buffer
+from bridge.runtime.cpu.ops.passes import Kernels
+from bridge.runtime.cpu.ops.program import Program, Word, address, bits, buffer, every_token
 from bridge.runtime.decoder.machine import Linear
 from bridge.runtime.decoder.positions import Positions
 from bridge.runtime.decoder.recurrent import RecurrentBuffers
-from bridge.runtime.decoder.steps import SingleProgram, SteppedProgram
+from bridge.runtime.decoder.steps import Steps
 from bridge.runtime.decoder.walk import embed, walk
 from bridge.runtime.layers.kv_cache import KVCache
 from bridge.runtime.layers.layers import Experts, Layer, LayerStreams, Recurrent, Weights
@@ -32,7 +33,8 @@ _TURNED = "q", "k", "v"  # whose biases attention adds
 
 
 class Attend(NamedTuple):
-    """The calls of attend and of merge in a program, for `begin` to adapt; `spread`: items of attend for a span."""
+    """The calls of attend and of merge in a program of a step, for `begin` to adapt; `spread`: items of attend for a
+    span."""
 
     program: Program
     attend: int
@@ -43,7 +45,8 @@ class Attend(NamedTuple):
 class CpuMachine:
     """A program for n tokens, and the buffers that it works on.
 
-    caches   one for tokens that follow one another, or n: a token of each
+    caches   one for up to n tokens that follow one another, or n: a token of each
+    count    how many tokens there are now
     program  through the layers; `build` fills it
     x        what the first layer reads, and
     states   the normalized states after the last, each [n, hidden]
@@ -53,7 +56,7 @@ class CpuMachine:
     def __init__(
         self, c: DecoderConfig, weights: Weights, n: int, caches: Sequence[KVCache], positions: Positions
     ):  # fmt: skip
-        self.config, self.n, self.caches = c, n, list(caches)
+        self.config, self.n, self.count, self.caches = c, n, n, list(caches)
         self._weights, self._positions = weights, positions
         self._buffers: dict[tuple[str, int], np.ndarray] = {}
         self.tokens = np.zeros(n, np.int64)
@@ -73,27 +76,24 @@ class CpuMachine:
         self._from_rows: list[tuple[QuantTensor, np.ndarray]] = []  # tables that no program looks up
         self.scores = np.empty((n, 0), np.float32)
         self.embedding = Program()
-        self.program: SingleProgram | SteppedProgram | None = None
-        self._steps: SingleProgram | SteppedProgram | None = None  # the program while it is made
+        self.program: Steps | None = None
+        self._steps: Steps | None = None  # the program while it is made
         self._embedded = embed(self, weights, c)
         self.x: np.ndarray = self._embedded[0]
 
-    def build(self, precision: str) -> SingleProgram | SteppedProgram:
-        """Make the program: one table if all matrices fit, otherwise each product by itself.
+    def build(self, kernels: Kernels) -> Steps:
+        """Make the program.
 
-        A table computes the logits too, if the output matrix multiplies by row groups: one of half floats does not.
+        That of a step computes the logits too, if the output matrix multiplies by row groups: one of half floats does
+        not.
         """
-        from bridge.runtime.cpu.engines.products import Interleaved
-
         c, n = self.config, self.n
-        single = self.one_token_each and unfit(c, self._weights, n) is None
-        steps = self._steps = SingleProgram(c, n, precision) if single else SteppedProgram(c, precision)
+        steps = self._steps = Steps(c, n, kernels, self.one_token_each)
         self._attending.clear()  # an attempt before may have failed
         self.states: np.ndarray = walk(self, self._weights, c, self._embedded)
         output = self._weights.output
-        engine: Any = output._get_engine()
-        if single and isinstance(engine, Interleaved) and output.change is None:
-            scores = buffer(n, engine.groups * engine.lanes)
+        if self.one_token_each and steps.multiplies(output) and output.change is None:
+            scores = buffer(n, steps.width(output))
             steps.products(self.states, [(output, scores)])
             self.scores = scores[:, : output.shape[0]]
         self.program = steps  # once it is whole: a child that is forked meanwhile makes its own
@@ -103,11 +103,6 @@ class CpuMachine:
     def one_token_each(self) -> bool:
         """Whether each context has one token here."""
         return self.n == len(self.caches)
-
-    def refresh(self, matrix: QuantTensor) -> None:
-        """Use the present engine of a matrix."""
-        if isinstance(self.program, SingleProgram):
-            self.program.slots.refresh(matrix)
 
     def use(self, caches: Sequence[KVCache]) -> None:
         """Let the tokens go into these caches, as many as before."""
@@ -119,12 +114,15 @@ class CpuMachine:
 
     def begin(self, tokens: Sequence[int]) -> None:
         """Set the tokens and their positions."""
-        self.tokens[:] = tokens
+        self.count = self.embedding.tokens = len(tokens)
+        self.tokens[: self.count] = tokens
         self.starts[:] = [cache.length for cache in self.caches]
         if self.one_token_each:  # a cache that is there several times takes tokens that follow one another
             self.starts += [self.caches[:i].count(cache) for i, cache in enumerate(self.caches)]
         if self._recurrent is not None:
-            self._recurrent.begin(self.caches)
+            self._recurrent.begin(self.caches, self.count)
+        for block in self._block:
+            block[:, attn.TOKENS] = 1 if self.one_token_each else self.count
         spans = -(-(int(self.starts.max()) + 1) // attn.SPAN) if self.one_token_each else 1
         if spans != self.spans[0]:
             self.spans[0] = spans
@@ -137,7 +135,7 @@ class CpuMachine:
     def look_up_tokens(self) -> None:
         """What the first layer reads, into `x`."""
         for table, rows in self._from_rows:
-            rows[:] = table.rows(self.tokens.tolist())
+            rows[: self.count] = table.rows(self.tokens[: self.count].tolist())
         self.embedding.run()
 
     # verbs
@@ -148,18 +146,17 @@ class CpuMachine:
             self._from_rows.append((table, rows))
             return rows
         row_bytes = table.raw.nbytes // table.shape[0]
-        for t in range(self.n):
-            arguments = address(self.tokens[t:]), address(rows[t:]), rows.shape[1]
-            self._add(ops.look_up_function(table.type), address(table.raw), row_bytes, *arguments, items=1)
+        arguments = address(table.raw), row_bytes, address(self.tokens), address(rows), rows.shape[1]
+        self._for_each(ops.look_up_function(table.type), *arguments)
         self._now.keep(table.raw)
         self.scale(rows, table.factor)
         return rows
 
     def add_positions(self, x: np.ndarray, table: np.ndarray) -> None:
-        each = self.n // len(self.caches)
+        each = 1 if self.one_token_each else every_token
         for m in range(len(self.caches)):
             arguments = address(x[m:]), address(table), address(self.starts[m:]), x.shape[1]
-            self._add(ops.function("add_rows"), *arguments, items=each)
+            self._add(ops.function("add_rows"), *arguments, items=each, shared=not self.one_token_each)
 
     def products(self, x: np.ndarray, **linears: Linear) -> list[np.ndarray | None]:
         assert self._steps is not None
@@ -208,21 +205,21 @@ class CpuMachine:
             return x
         out = self._buffer(name, x.shape[1]) if name else x
         arguments = address(x), 0, address(weight), address(out), weight.size, bits(self.config.norm_eps), bits(1.0)
-        self._add(
-            ops.function("norm"), *arguments, items=x.size // weight.size, shared=x.size > MIN_VALUES_TO_SHARE
-        )  # fmt: skip
+        parts = x.shape[1] // weight.size
+        shared = x.size > MIN_VALUES_TO_SHARE
+        self._add(ops.function("norm"), *arguments, items=lambda tokens: parts * tokens, shared=shared)
         return out
 
     def add(self, x: np.ndarray, y: np.ndarray) -> None:
-        self._add(ops.function("add"), address(x), address(y), x.size, items=1)
+        self._for_each(ops.function("add"), address(x), address(y), x.shape[1], y.strides[0])
 
     def scale(self, x: np.ndarray, factor: float) -> None:
         if factor != 1:
-            self._add(ops.function("scale"), address(x), x.size, bits(factor), items=1)
+            self._for_each(ops.function("scale"), address(x), x.shape[1], bits(factor))
 
     def copy(self, x: np.ndarray, name: str) -> np.ndarray:
         out = self._buffer(name, x.shape[1])
-        self._add(ops.function("norm"), address(x), 0, 0, address(out), x.shape[1], items=self.n)  # without a weight
+        self._for_each(ops.function("norm"), address(x), 0, 0, address(out), x.shape[1])  # without a weight
         return out
 
     def split_gate(self, q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -256,12 +253,16 @@ class CpuMachine:
         if layer.latent_k is not None:  # each head's matrix of keys times the plain part of q
             self._multiply_heads(layer.latent_k, q, queries)
         spans, most = int(self.spans[0]), self._parts.shape[2]
-        spread = -(-self.n // count * (c.heads // heads.kv) // attn.ROWS) * heads.kv * count
+
+        def spread(tokens: int) -> int:
+            return -(-tokens // count * (c.heads // heads.kv) // attn.ROWS) * heads.kv * count
+
         arguments = block, count, address(self.spans), address(self._parts), address(self._sums), most
-        attend = self._add(module.function("attend", kind), *arguments, items=spread * spans, shared=True)
+        items = spread(self.n) * spans if self.one_token_each else spread
+        attend = self._add(module.function("attend", kind), *arguments, items=items, shared=True)
         merge = partial(attn.function, "merge", kind)  # short contexts do not wait until it is compiled
         merging = self._add(merge, *arguments, items=count * c.heads * (spans > 1))
-        self._attending.append(Attend(self._now, attend, merging, spread))
+        self._attending.append(Attend(self._now, attend, merging, spread(self.n)))
         if layer.latent_v is not None:
             self._multiply_heads(layer.latent_v, results, attended)
         return attended
@@ -271,7 +272,7 @@ class CpuMachine:
         heads, rows, columns = stack.shape
         widths = x.shape[1], x.shape[1] // heads, y.shape[1], y.shape[1] // heads
         sizes = np.array([rows, columns, SIZES[stack.type] * columns, *widths], np.int64)
-        arguments = address(stack.raw), address(x), address(y), address(sizes), self.n
+        arguments = address(stack.raw), address(x), address(y), address(sizes), every_token
         shared = stack.nbytes * self.n >= MIN_BYTES_TO_SHARE
         self._add(latent_attention.heads_function(stack.type), *arguments, items=heads * rows, shared=shared)
         self._now.keep(stack, sizes)
@@ -293,7 +294,7 @@ class CpuMachine:
         numbers = {
             attn.HEADS: c.heads, attn.KV_HEADS: heads.kv, attn.HEAD_DIM: heads.dim, attn.ROTATED: heads.rotated,
             attn.NEIGHBOURS: int(c.graph.neighbours), attn.NORM_LAST: int(c.graph.norms_rotated),
-            attn.TOKENS: 1 if self.one_token_each else self.n, attn.EPS: bits(c.norm_eps),
+            attn.EPS: bits(c.norm_eps),
             attn.SCALE: bits(c.attention_scale), attn.CAP: bits(c.score_cap),
             attn.CHUNK if c.graph.chunked else attn.WINDOW: c.window if c.windowed(index) else 0,
         }  # fmt: skip
@@ -372,25 +373,21 @@ class CpuMachine:
             self._buffers[name, width] = buffer(self.n, width)
         return self._buffers[name, width]
 
-    def _add(self, function: Any, *arguments: int, items: int, shared: bool = False) -> int:
+    def _add(self, function: Any, *arguments: Word, items: Word, shared: bool = False) -> int:
         return self._now.add(function, *arguments, items=items, shared=shared)
 
     def _for_each(self, function: Any, *arguments: int) -> None:
         """A call whose items are the tokens."""
-        self._add(function, *arguments, items=self.n, shared=self.n > 1)
+        self._add(function, *arguments, items=every_token, shared=self.n > 1)
 
 
-def unfit(config: DecoderConfig, weights: Weights, n: int) -> QuantTensor | None:
-    """The first of the layers' matrices that a table of calls for n tokens cannot multiply; None: all fit."""
+def unfit(weights: Weights) -> QuantTensor | None:
+    """The first of the layers' matrices that a table of calls cannot multiply; None: all fit."""
     from bridge.runtime.cpu.engines.products import Interleaved
 
     matrices = [m for layer in weights.layers for m in layer.matrices]
     matrices += (m for m in weights.floating if m.type not in SIZES)
-    several = n > 1 or config.experts > 0  # rows of y, into which the one before must not reach
     for matrix in matrices:
-        engine: Any = matrix._get_engine()
-        if matrix.change is not None or not isinstance(engine, Interleaved):
-            return matrix
-        if several and matrix.shape[0] % engine.lanes:
+        if matrix.change is not None or not isinstance(matrix._get_engine(), Interleaved):
             return matrix
     return None

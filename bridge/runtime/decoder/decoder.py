@@ -1,8 +1,7 @@
 """A decoder's layers run on a GGUF's tensors: tokens in, hidden states out, the cache filled.
 
-walk.py is the way of a token. A single one runs as one table of calls (cpu_machine.py), and so does a token of each of
-several contexts, if there are kernels for all matrices. Everything else, prompts above all, goes matrix by matrix
-through `QuantTensor.matmul`, with the same functions in between.
+walk.py is the way of a token. A single one runs as one table of calls (cpu_machine.py), and so do a token of each of
+several contexts, and a prompt, if there are kernels for all matrices (steps.py). Prompts of any length share a table.
 
 At first the file's own blocks are multiplied. A repacked copy of each matrix is faster, but takes fresh memory, which
 costs a virtual machine up to 2 s a GB, and kernels of its own, which take a second to compile when a model is run for
@@ -23,9 +22,10 @@ from bridge.blocks.read import READ
 from bridge.runtime.config.decoder_config import DecoderConfig
 from bridge.runtime.cpu.engines import engine
 from bridge.runtime.cpu.ops.attention import SPAN
+from bridge.runtime.cpu.ops.passes import Kernels
 from bridge.runtime.decoder.cpu_machine import CpuMachine, unfit
 from bridge.runtime.decoder.positions import Positions
-from bridge.runtime.decoder.steps import SingleProgram, SteppedProgram
+from bridge.runtime.decoder.steps import Steps
 from bridge.runtime.layers.kv_cache import KVCache
 from bridge.runtime.layers.layers import Weights
 from bridge.runtime.layers.weights import check_context, read_weights
@@ -69,7 +69,8 @@ class Decoder:
         self._positions = Positions(config, self.cache.rows, weights.factors(context, config.rope_original_context))
         self.weights = weights
         self._steps: dict[int, CpuMachine] = {}  # of a token of each of so many contexts
-        self._prompt: CpuMachine | None = None  # of the last prompt, or part of one
+        self._prompt: CpuMachine | None = None  # of prompts, or parts of them
+        self._kernels = Kernels(precision == "int8")
         self._matrices = [m for layer in self.layers for m in layer.matrices] + [self.output]
         if weights.pairs is not None:
             self._matrices.insert(0, weights.pairs.joined)
@@ -110,8 +111,7 @@ class Decoder:
     def _repack(self, matrix: QuantTensor) -> None:
         if not matrix.prepared:
             matrix.prepare(release=True)
-        for machine in self._steps.values():  # another decoder of the same file may have prepared it
-            machine.refresh(matrix)
+        self._kernels.refresh(matrix)  # another decoder of the same file may have prepared it
 
     def run(self, tokens: Sequence[int], keep: int = 1, cache: KVCache | None = None) -> np.ndarray:
         """Append tokens to the cache; the last `keep` of their normalized hidden states, float32 [keep, hidden].
@@ -191,19 +191,18 @@ class Decoder:
 
     def multiplied_one_by_one(self) -> QuantTensor | None:
         """A matrix that has no kernel for several tokens whose sums are those of one, if there is one."""
-        return unfit(self.config, self.weights, WIDEST)
+        return unfit(self.weights)
 
     def _machine_for(self, caches: Sequence[KVCache], n: int) -> CpuMachine:
-        """The machine for n tokens; those of steps are kept, and the last one of a prompt."""
+        """The machine for n tokens, one of those for steps or that for prompts."""
         machine = self._steps.get(n) if n == len(caches) else self._prompt
-        if machine is not None and machine.n == n:
+        if machine is not None:
             machine.use(caches)
-            return machine
-        machine = CpuMachine(self.config, self.weights, n, caches, self._positions)
-        if machine.one_token_each:
-            self._steps[n] = machine
+        elif n == len(caches):
+            machine = self._steps[n] = CpuMachine(self.config, self.weights, n, caches, self._positions)
         else:
-            self._prompt = machine
+            most = min(BATCH, self.cache.rows)
+            machine = self._prompt = CpuMachine(self.config, self.weights, most, caches, self._positions)
         return machine
 
     def _through(self, machine: CpuMachine, tokens: Sequence[int]) -> np.ndarray:
@@ -215,24 +214,28 @@ class Decoder:
             self._prepare(self._nbytes / _PARTS, _SHARE * self._computing)
         start = compiling.clock()
         machine.begin(tokens)
-        self._positions.reach(int(machine.starts.max()) + machine.n)
-        program = machine.program or self._built(machine)
+        self._positions.reach(int(machine.starts.max()) + machine.count)
+        program = self._compiled(machine)
         self._embed(machine)
+        program.begin(machine.count)
         program.run()
         parts = [[token] for token in tokens] if len(machine.caches) > 1 else [list(tokens)]
         for cache, part in zip(machine.caches, parts, strict=True):
             cache.append(part)
         self._computing += compiling.clock() - start
         self._passes += 1
-        return machine.states
+        return machine.states[: machine.count]
 
-    def _built(self, machine: CpuMachine) -> SingleProgram | SteppedProgram:
-        """Its program, made now; what that calls is compiled."""
-        wanted = self._functions(machine)
-        if machine.one_token_each:  # a table holds addresses
-            compile_all(wanted)
-        program = machine.build(self.precision)
-        compile_all([*wanted, *machine.embedding.functions(), *program.functions(), *pool.functions()])
+    def _compiled(self, machine: CpuMachine) -> Steps:
+        """Its program, made where it is not yet; what that calls is compiled."""
+        columns = self._kernels.columns(machine.count, self.config.experts > 0)
+        if machine.program is None or not columns <= self._kernels.needed:
+            compile_all(self._functions(machine))  # tables hold addresses
+            self._kernels.need(columns)
+        if machine.program is not None:
+            return machine.program
+        program = machine.build(self._kernels)
+        compile_all([*machine.embedding.functions(), *program.functions(), *pool.functions()])
         return program
 
     def _functions(self, machine: CpuMachine) -> list[CFunction]:
@@ -240,7 +243,7 @@ class Decoder:
         integer = self.precision == "int8"
         functions = self.output.functions(machine.n if machine.one_token_each else 1, integer)
         for matrix in {matrix.type: matrix for matrix in self._matrices}.values():
-            functions += matrix.functions(machine.n, integer)
+            functions += matrix.functions(machine.count, integer)
             if machine.n == 1 and self._prepared < len(self._matrices):
                 functions += engine.prepared_functions(matrix.type, integer)
         return functions
@@ -250,9 +253,10 @@ class Decoder:
         machine.look_up_tokens()
         pairs, eps = self.weights.pairs, self.config.norm_eps
         if pairs is not None:
-            states, self.given = self.given[: machine.n], self.given[machine.n :]
-            both = _normed(machine.x, pairs.embedding_norm, eps), _normed(states, pairs.state_norm, eps)
-            pairs.joined.matmul(np.concatenate(both, axis=1), machine.x, self.precision)
+            states, self.given = self.given[: machine.count], self.given[machine.count :]
+            x = machine.x[: machine.count]
+            both = _normed(x, pairs.embedding_norm, eps), _normed(states, pairs.state_norm, eps)
+            pairs.joined.matmul(np.concatenate(both, axis=1), x, self.precision)
 
 
 def _normed(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:

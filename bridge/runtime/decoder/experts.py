@@ -12,41 +12,60 @@ largest. gpt-oss has biases everywhere, and clamps what it multiplies. Phi-MoE (
 arXiv:2310.00811) chooses one after another: w is softmax over those logits l of the experts left for which
 l_max - l <= m max(|l|, l_max).
 
-The tokens of a batch that chose the same expert go through it together.
-
-`ExpertTables` writes this as rows of a table of calls, whose `choose` picks the matrices to multiply:
+`mix` says so in NumPy. `ExpertTables` writes it as rows of a table of calls, for a token or a prompt:
 
     logits = W_router x                  float32
-    choose                               the largest of softmax(logits): their matrices' addresses go into the products
-    gate, up of the chosen               one row of the table for all
-    silu(gate) * up
-    down of the chosen                   one row
+    choose                               the largest of softmax(logits)
+    gather                               each expert gets the tokens that chose it, in rows that follow one another
+    records of x for each row
+    gate, up of all experts              one row of the table
+    silu(gate) * up, its records
+    down of all experts                  one row
     y = sum of weight * down, and the shared expert
 
-From Python a token of Qwen3-30B-A3B would make 1,150 calls, one for each matrix of each expert used.
+Each token's sum is in the order of its own experts, so that threads and other tokens change nothing. From Python a
+token of Qwen3-30B-A3B would make 1,150 calls, one for each matrix of each expert used.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import numpy as np
 
 from bridge.runtime.config.decoder_config import DecoderConfig, Routing
 from bridge.runtime.cpu.engines.floats import rows_function
-from bridge.runtime.cpu.forms.activations import PLAIN
-from bridge.runtime.cpu.ops import decoder_ops, expert_ops
-from bridge.runtime.cpu.ops.program import KernelSlots, Program, add_products, address, bits, buffer, product
+from bridge.runtime.cpu.forms.activations import record_kind
+from bridge.runtime.cpu.ops import decoder_ops, expert_ops, passes
+from bridge.runtime.cpu.ops.passes import Kernels, Product
+from bridge.runtime.cpu.ops.program import Program, Scratch, address, bits, buffer, every_token
 from bridge.runtime.layers.layers import Experts, Network
 from bridge.runtime.quant_tensor import QuantTensor
 from bridge.system.threads.pool import MIN_BYTES_TO_SHARE, MIN_VALUES_TO_SHARE
 
 _MIN_GATED_TO_SHARE = MIN_VALUES_TO_SHARE // 2  # a gate's exponential takes longer than rounding a value
-Product = Callable[[QuantTensor, np.ndarray], np.ndarray]
-Products = Callable[[Program, np.ndarray, Sequence[tuple[QuantTensor | None, np.ndarray]]], None]
+Multiply = Callable[[QuantTensor, np.ndarray], np.ndarray]
+
+
+class Steps(Protocol):
+    """What `ExpertTables` adds calls and products to, see steps.py."""
+
+    program: Program
+    kernels: Kernels
+    scratch: Scratch
+    place: np.ndarray
+
+    def products(self, x: np.ndarray, products: Sequence[tuple[QuantTensor | None, np.ndarray]]) -> None: ...
+
+    def product(self, matrix: QuantTensor, place: np.ndarray, records: np.ndarray, y: np.ndarray) -> Product: ...
+
+    def record_memory(self, matrix: QuantTensor, number: int, rows: int) -> np.ndarray: ...
+
+    def width(self, matrix: QuantTensor) -> int: ...
 
 
 def mix(
-    experts: Experts, x: np.ndarray, config: DecoderConfig, product: Product, routed: np.ndarray | None = None
+    experts: Experts, x: np.ndarray, config: DecoderConfig, product: Multiply, routed: np.ndarray | None = None
 ) -> np.ndarray:
     """float32 [tokens, hidden] -> the same: what the experts add.
 
@@ -116,7 +135,7 @@ def _mixed(logits: np.ndarray, used: int, mixer: float) -> tuple[np.ndarray, np.
 
 
 def _network(
-    matrices: Network, x: np.ndarray, product: Product, act: Callable[[np.ndarray, Any], np.ndarray],
+    matrices: Network, x: np.ndarray, product: Multiply, act: Callable[[np.ndarray, Any], np.ndarray],
     biases: Sequence[np.ndarray] | None = None,
 ) -> np.ndarray:  # fmt: skip
     gate, up, down = matrices
@@ -153,99 +172,132 @@ ACTIVATIONS: dict[str, Callable[[np.ndarray, Any], np.ndarray]] = {
 
 
 class ExpertTables:
-    """The buffers that all layers share for n tokens, with `routing.used` rows a token."""
+    """The buffers that all layers share for up to n tokens, with a row for each expert that a token chooses.
 
-    def __init__(self, config: DecoderConfig, n: int, slots: KernelSlots, products: Products):
-        self.config, self.n, self.integer = config, n, slots.integer
-        self._slots, self._products = slots, products
+    Rows of an expert that none has are behind those of its tokens, up to a multiple of the columns of a kernel.
+    """
+
+    def __init__(self, config: DecoderConfig, n: int, steps: Steps):
+        self.config, self.n = config, n
+        self._steps = steps
         chosen = n * config.routing.used
         self.logits = np.zeros((n, config.experts), np.float32)
-        self.chosen = np.zeros(chosen, np.int64)
+        self.chosen, self.rows = (np.zeros(chosen, np.int64) for _ in range(2))
         self.weights = np.zeros(chosen, np.float32)
-        self.gate, self.up = (buffer(chosen, config.expert_inner) for _ in range(2))
-        self.down = buffer(chosen, config.expert_outer)
         self.short = [buffer(n, config.expert_latent) for _ in range(2)]  # what experts read, and their sum
         self.shared = [buffer(n, width) for width in (config.shared_inner, config.shared_inner, config.hidden)]
 
-    def add(
-        self, program: Program, experts: Experts, x: np.ndarray, y: np.ndarray, routed: np.ndarray | None = None
-    ) -> None:
+    def add(self, experts: Experts, x: np.ndarray, y: np.ndarray, routed: np.ndarray | None = None) -> None:
         """y = the experts' result for x, both buffers [n, hidden]; `routed` as in `mix`."""
-        c, n = self.config, self.n
+        c, steps = self.config, self._steps
         router, read = experts.router, x if routed is None else routed
-        program.add(
-            rows_function("F32"), address(router), address(read), address(self.logits), c.hidden, 4 * c.hidden, n,
-            4 * c.experts, items=c.experts, shared=router.nbytes >= MIN_BYTES_TO_SHARE,
+        steps.program.add(
+            rows_function("F32"), address(router), address(read), address(self.logits), c.hidden, 4 * c.hidden,
+            every_token, 4 * c.experts, items=c.experts, shared=router.nbytes * self.n >= MIN_BYTES_TO_SHARE,
         )  # fmt: skip
         hidden, summed = x, y
         if experts.shorten is not None:
             x, summed = self.short
-            self._products(program, hidden, [(experts.shorten, x)])
-        gate, up, down = (matrix and matrix._get_engine() for matrix in experts.networks[0])  # all are alike
-        table = np.zeros((c.experts, 3, 2), np.int64)
-        for network, row in zip(experts.networks, table, strict=True):
-            for matrix, words in zip(network, row, strict=True):
-                if matrix is not None:
-                    self._slots.register(matrix, words, 1)
-                    self._slots.refresh(matrix)
+            steps.products(hidden, [(experts.shorten, x)])
+        self._add_chosen(experts, x, summed)
+        if experts.lengthen is not None:
+            steps.products(summed, [(experts.lengthen, y)])
+        if experts.shared is not None:
+            self._add_shared(experts, hidden, y)
+
+    def _add_chosen(self, experts: Experts, x: np.ndarray, y: np.ndarray) -> None:
+        """y = the sum of what each token's experts make of x."""
+        c, program, scratch = self.config, self._steps.program, self._steps.scratch
+        firsts, lasts = [network[:2] for network in experts.networks], [network[2:] for network in experts.networks]
+        some = [matrix for matrix in firsts[0] if matrix is not None]  # of the first expert: all are alike
+        (last,) = lasts[0]
+        columns = self._steps.kernels.words(last)[:, passes.COLUMNS]
+        rows = partial(_most_rows, c, columns.tolist())
+        gates = [scratch.rows(f"experts {i}", rows(self.n), self._steps.width(matrix)) for i, matrix in enumerate(some)]
+        outs = scratch.rows("experts' results", rows(self.n), self._steps.width(last))
+        block, places = np.zeros(expert_ops.WORDS, np.int64), np.zeros((c.experts, passes.PLACE), np.int64)
+        self._fill_block(block, experts, places, rows(self.n))
+        program.keep(experts, block, places)
+        program.add(expert_ops.function("choose"), address(block), items=every_token, shared=self.n > 1)
+        program.add(expert_ops.function("gather"), address(block), items=1)
+        self._multiply(firsts, x, gates, block, places, True)
+        gate, up = gates[0], gates[1] if len(gates) > 1 else None
+        gated = address(block), address(gate), address(up), c.expert_inner, gate.strides[0]
+        shared = gate.size > _MIN_GATED_TO_SHARE
+        program.add(expert_ops.function(c.activation), *gated, items=rows, shared=shared)
+        self._multiply(lasts, gate[:, : c.expert_inner], [outs], block, places, False)
+        mixed = address(block), address(outs), c.routing.used, c.expert_outer, outs.strides[0], address(y)
+        program.add(expert_ops.function("mixed"), *mixed, items=every_token, shared=self.n > 1)
+
+    def _fill_block(self, block: np.ndarray, experts: Experts, places: np.ndarray, rows: int) -> None:
+        """expert_ops.py's block of a layer."""
+        c, how = self.config, self.config.routing
         factors = np.array([[m.factor if m else 1 for m in network] for network in experts.networks], np.float32)
-        how = c.routing
-        block = np.zeros(expert_ops.WORDS, np.int64)
+        pairs = np.zeros(rows, np.int64)
+        self._steps.program.keep(factors, pairs)
+        words = self._steps.kernels.words(experts.networks[0][2])
+        gate_bias, up_bias, down_bias = experts.biases or (None, None, None)
         numbers = {
             expert_ops.EXPERTS: c.experts, expert_ops.USED: how.used, expert_ops.SIGMOID: int(how.sigmoid),
             expert_ops.NORMALIZED: int(how.normalized), expert_ops.GROUPS: how.groups,
             expert_ops.GROUPS_USED: how.groups_used, expert_ops.SCALE: bits(how.scale),
-            expert_ops.MIXER: bits(how.mixer), expert_ops.PRODUCTS: 2 if up else 1,
-            expert_ops.BEFORE: int(how.before),
+            expert_ops.MIXER: bits(how.mixer), expert_ops.BEFORE: int(how.before), expert_ops.KINDS: len(words),
+            expert_ops.ROWS: rows,
         }  # fmt: skip
-        for word, number in numbers.items():
-            block[word] = number
-        program.add(expert_ops.function("choose"), address(block), items=n)
-        engines, results = ([gate, up], [self.gate, self.up]) if up else ([gate], [self.gate])
-        first = self._several(program, x, engines, results, how.used)
-        gated = address(block), address(self.gate), address(self.up if up else None), c.expert_inner
-        shared = self.gate.size > _MIN_GATED_TO_SHARE
-        program.add(expert_ops.function(c.activation), *gated, items=len(self.chosen), shared=shared)
-        second = self._several(program, self.gate, [down], [self.down], 1)
-        gate_bias, up_bias, down_bias = experts.biases or (None, None, None)
         arrays: dict[int, np.ndarray | None] = {
             expert_ops.LOGITS: self.logits, expert_ops.CHOSEN: self.chosen, expert_ops.WEIGHTS: self.weights,
-            expert_ops.FIRST: first, expert_ops.SECOND: second, expert_ops.TABLE: table, expert_ops.FACTORS: factors,
+            expert_ops.PLACES: places, expert_ops.PAIR_OF_ROW: pairs, expert_ops.ROW_OF_PAIR: self.rows,
+            expert_ops.TOKENS_PLACE: self._steps.place, expert_ops.KERNELS: words, expert_ops.FACTORS: factors,
             expert_ops.ROUTER_BIAS: experts.router_bias, expert_ops.CHOICE_BIAS: experts.choice_bias,
             expert_ops.GATE_BIAS: gate_bias, expert_ops.UP_BIAS: up_bias, expert_ops.DOWN_BIAS: down_bias,
         }  # fmt: skip
+        for word, number in numbers.items():
+            block[word] = number
         for word, array in arrays.items():
             block[word] = address(array)
-        mixed = address(block), address(self.down), how.used, c.expert_outer, address(summed)
-        program.add(expert_ops.function("mixed"), *mixed, items=n, shared=n > 1)
-        program.keep(experts, table, factors, block, gate, up, down)
-        if experts.lengthen is not None:
-            self._products(program, summed, [(experts.lengthen, y)])
-        if experts.shared is not None:
-            self._add_shared(program, experts, hidden, y)
 
-    def _several(
-        self, program: Program, x: np.ndarray, engines: list[Any], ys: list[np.ndarray], used: int
-    ) -> np.ndarray:
-        """Products of the chosen experts, whose fields `choose` fills in: `used` rows of each y read one row of x."""
-        known: dict[Any, np.ndarray] = {}
-        records = [program.records(known, engine.block.name, x, 1, self.integer, PLAIN) for engine in engines]
+    def _multiply(
+        self, networks: Sequence[tuple[QuantTensor | None, ...]], x: np.ndarray, ys: list[np.ndarray],
+        block: np.ndarray, places: np.ndarray, by_token: bool,
+    ) -> None:  # fmt: skip
+        """Products of each expert's matrices with its rows of x, or with its tokens' rows; into rows of ys."""
+        steps, rows = self._steps, len(ys[0])
+        integer = steps.kernels.integer
+        records: dict[Any, np.ndarray] = {}
+        for matrix in networks[0]:
+            if matrix is not None and (kind := record_kind(matrix.type, integer)) not in records:
+                records[kind] = steps.record_memory(matrix, len(records), rows)
+                sources = address(x), x.strides[0], address(records[kind]), x.shape[1]
+                words = address(steps.kernels.words(matrix)), int(by_token)
+                shared = rows * x.shape[1] > MIN_VALUES_TO_SHARE
+                steps.program.add(
+                    expert_ops.function("records"), address(block), *sources, *words, items=rows, shared=shared
+                )
         products = [
-            product(engine, made[j // used], y[j : j + 1], 1, 1, self.integer)
-            for j in range(len(x) * used)
-            for engine, made, y in zip(engines, records, ys, strict=True)
+            steps.product(matrix, place, records[record_kind(matrix.type, integer)], y)
+            for network, place in zip(networks, places, strict=True)
+            for matrix, y in zip((matrix for matrix in network if matrix is not None), ys, strict=True)
         ]
-        return add_products(program, products)
+        groups = sum(product.groups for product in products) // len(networks)
+        passes.add_products(steps.program, products, self.n * self.config.routing.used * groups)
 
-    def _add_shared(self, program: Program, experts: Experts, x: np.ndarray, y: np.ndarray) -> None:
+    def _add_shared(self, experts: Experts, x: np.ndarray, y: np.ndarray) -> None:
         """y += the shared expert's result for x."""
         assert experts.shared is not None
+        steps = self._steps
         gate, up, down = experts.shared
         hidden, between, result = self.shared
-        self._products(program, x, [(gate, hidden), (up, between)])
+        steps.products(x, [(gate, hidden), (up, between)])
         arguments = address(hidden), address(between if up else None), self.config.shared_inner
         function = decoder_ops.activation(self.config.activation, up is not None)
-        program.add(function, *arguments, items=self.n, shared=self.n > 1)
-        self._products(program, hidden, [(down, result)])
+        steps.program.add(function, *arguments, items=every_token, shared=self.n > 1)
+        steps.products(hidden, [(down, result)])
         weighed = address(x), address(experts.shared_gate), address(result), address(y), self.config.hidden
-        program.add(expert_ops.function("add_weighed"), *weighed, items=self.n, shared=self.n > 1)
+        steps.program.add(expert_ops.function("add_weighed"), *weighed, items=every_token, shared=self.n > 1)
+
+
+def _most_rows(c: DecoderConfig, columns: list[int], tokens: int) -> int:
+    """The most rows that tokens take, with those that none has."""
+    chosen = tokens * c.routing.used
+    most = next((count for count in columns if count >= tokens), columns[-1])  # columns that an expert's tokens take
+    return chosen + min(c.experts, chosen) * (most - 1)

@@ -17,7 +17,7 @@ Linear = tuple[QuantTensor | None, np.ndarray | None]  # a matrix [out, in] and 
 
 
 class Machine(Protocol):
-    """Four implement it: one call for a token, and call after call for prompts (cpu_machine.py), NumPy, and CUDA."""
+    """It is implemented by tables of calls on the CPU (cpu_machine.py), by NumPy, and by CUDA."""
 
     def look_up(self, table: QuantTensor, name: str) -> Value:
         """The tokens' rows of a table."""

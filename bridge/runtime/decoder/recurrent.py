@@ -20,7 +20,7 @@ import numpy as np
 from bridge.gguf_file.architectures import CONVOLUTION, DELTA, MAMBA1
 from bridge.runtime.config.recurrent_config import RecurrentConfig
 from bridge.runtime.cpu.ops import recurrent_ops as ops
-from bridge.runtime.cpu.ops.program import Program, address, bits, buffer
+from bridge.runtime.cpu.ops.program import Program, address, bits, buffer, every_token
 from bridge.runtime.decoder.steps import Products, Steps
 from bridge.runtime.layers.kv_cache import KVCache
 from bridge.runtime.layers.layers import Recurrent
@@ -115,8 +115,8 @@ class RecurrentBuffers:
         for stride, word in ((ops.IN_STRIDE, ops.IN), (ops.Z_STRIDE, ops.Z), (ops.GATE_STRIDE, ops.A)):
             block[:, stride] = places[word].strides[0] if word in places else 0
 
-    def begin(self, caches: Sequence[KVCache]) -> None:
-        """Let the tokens change the states of their caches, and leave the copies that these expect."""
+    def begin(self, caches: Sequence[KVCache], tokens: int) -> None:
+        """Let so many tokens change the states of their caches, and leave the copies that these expect."""
         for state in self._undoable:
             state.settle()
         self._undoable.clear()
@@ -125,14 +125,14 @@ class RecurrentBuffers:
         for _, same in groupby(caches, key=id):
             first, *others = same
             assert first.state is not None
-            tokens = 1 + len(others) if self._steps else self.n
-            passage = first.state.begin(tokens, partial(self._redo, index) if self._steps else None)
-            self.block[:, index, ops.TOKENS], self.block[:, index, ops.COPY_AFTER] = tokens, passage.after
+            new = 1 + len(others) if self._steps else tokens
+            passage = first.state.begin(new, partial(self._redo, index) if self._steps else None)
+            self.block[:, index, ops.TOKENS], self.block[:, index, ops.COPY_AFTER] = new, passage.after
             self._point(index, (ops.TAIL, ops.STATE), passage.source)
             self._point(index, (ops.TAIL_OUT, ops.STATE_OUT), passage.target)
             if passage.copy is not None:
                 self._point(index, (ops.TAIL_COPY, ops.STATE_COPY), passage.copy)
-            if tokens > 1 and self._steps:
+            if new > 1 and self._steps:
                 self._undoable.append(first.state)
             index += 1 + len(others)
 
@@ -171,13 +171,16 @@ class RecurrentBuffers:
         block = address(self.block[index])
 
         def per_token(name: str) -> None:
-            steps.program.add(ops.function(name), block, self.count, items=self.n, shared=several)
+            steps.program.add(ops.function(name), block, self.count, items=every_token, shared=several)
 
         if c.kind == CONVOLUTION:
             self._multiply(program, rows.inputs[0][:, 2 * c.channels :], rows.inputs[0])
         parts = -(-c.channels // ops.CHANNELS_AT_ONCE)
-        items = parts * (self.count if self.count > 1 else -(-self.n // ops.TOKENS_AT_ONCE))
-        program.add(ops.function("convolve"), block, self.count, parts, items=items, shared=several)
+
+        def convolved(tokens: int) -> int:
+            return parts * (self.count if self.count > 1 else -(-tokens // ops.TOKENS_AT_ONCE))
+
+        program.add(ops.function("convolve"), block, self.count, parts, items=convolved, shared=several)
         if c.kind == MAMBA1:
             into, out = layer.second
             steps.products(rows.mixed, [(into, rows.low)])
@@ -193,4 +196,4 @@ class RecurrentBuffers:
 
     def _multiply(self, program: Program, x: np.ndarray, y: np.ndarray) -> None:
         arguments = address(x), x.strides[0], address(y), y.strides[0], self.config.channels
-        program.add(ops.function("multiply"), *arguments, items=self.n, shared=self.n > 1)
+        program.add(ops.function("multiply"), *arguments, items=every_token, shared=self.n > 1)

@@ -6,8 +6,8 @@
     token_embd.weight.lora_a  [vocab, r]       token_embd.weight.lora_b [hidden, r]    x += scale * b a[token]
 
 scale = alpha / r, or 1 if alpha is 0, as in llama.cpp. The products are of float32, also where the model's own round
-activations to 8 bits. A token costs the model's time and 2 r (in + out) operations a matrix; its layers then run one
-matrix at a time, not as one table of calls.
+activations to 8 bits. A token costs the model's time and 2 r (in + out) operations a matrix; a layer's table of calls
+ends at each of these matrices.
 """
 
 import numpy as np

@@ -15,7 +15,7 @@ from bridge.runtime.cpu.forms.layout import InterleavedLayout
 from bridge.system.cpu import targets
 from bridge.system.kernels.jit import CFunction, c_function, maker
 from bridge.system.kernels.memory import allocate, array_at, floats, free, next_line
-from bridge.system.threads.pool import MIN_BYTES_TO_SHARE, call, run, share
+from bridge.system.threads.pool import MIN_BYTES_TO_SHARE, MIN_VALUES_TO_SHARE, run, share
 
 _LEAST_OF_SEVERAL = 1 << 20  # bytes of weights, times tokens, to share: between a prompt's products other threads sleep
 _NEAR = 1 << 23  # bytes of weights that stay in the cache from one product to the next
@@ -25,8 +25,8 @@ _last = 0  # the number of the engine that ran last
 
 
 # words of what is the same for all products of a matrix with kernels of some columns: sizes, then addresses of the
-# kernel, the weights and what makes records
-(COLUMNS, RECORD, BLOCKS, LANES, IN, ROWS, FUNCTION, WEIGHTS, STRIDE, QUANTIZE, WORDS) = range(11)
+# kernel, the weights, what makes records and what `narrow_function` makes
+(COLUMNS, RECORD, BLOCKS, LANES, IN, ROWS, FUNCTION, WEIGHTS, STRIDE, QUANTIZE, NARROW, WORDS) = range(12)
 
 
 def _product(state, threads, plan, x, y, tokens, _0, _1, _2):
@@ -44,17 +44,15 @@ def _product(state, threads, plan, x, y, tokens, _0, _1, _2):
     records = array_at(r, nbytes, np.uint8)
     for i in range(tokens // columns * columns * record, nbytes if turns * columns != tokens else 0):
         records[i] = 0
-    call(p[QUANTIZE], x, r, p[IN], columns, 0, 0, 0, 0, tokens)
+    several = state if tokens * max(p[IN], rows) > MIN_VALUES_TO_SHARE else 0
+    run(several, threads, p[QUANTIZE], x, r, p[IN], columns, 0, 0, 0, tokens)
     padded = groups * lanes != rows or turns * columns != tokens
     width = groups * lanes
     memory = allocate(4 * turns * columns * width + 64) if padded else 0
     address = next_line(memory) if padded else y
     run(state, threads, p[FUNCTION], p[WEIGHTS], r, address, p[BLOCKS], p[STRIDE], turns, 4 * width, groups)
     if padded:
-        wide, out = floats(address, tokens * width), floats(y, tokens * rows)
-        for t in range(tokens):
-            for row in range(rows):
-                out[t * rows + row] = wide[t * width + row]
+        run(several, threads, p[NARROW], address, width, y, rows, 0, 0, 0, tokens)
         free(memory)
     free(record_memory)
 
@@ -64,15 +62,33 @@ def _product_function() -> CFunction:
     return c_function(_product)
 
 
+def _narrow(wide, width, y, rows, _0, _1, _2, first, last):
+    """y[t] = the first values of wide[t] for tokens first..last, float32 [tokens, rows] and [tokens, width]."""
+    for t in range(first, last):
+        source, out = floats(wide + 4 * width * t, rows), floats(y + 4 * rows * t, rows)
+        for row in range(rows):
+            out[row] = source[row]
+
+
+@maker
+def narrow_function() -> CFunction:
+    """The C function that leaves out what the last row group has beyond a matrix's rows."""
+    return c_function(_narrow)
+
+
 def _address(array: np.ndarray) -> int:
     """Where an array begins, in a third of the time that `array.ctypes` takes."""
     return array.__array_interface__["data"][0]
 
 
 class Interleaved:
-    """An engine whose kernels work on row groups in the repacked form, wherever these come from."""
+    """An engine whose kernels work on row groups in the repacked form, wherever these come from.
+
+    repacks  whether every pass over the weights does
+    """
 
     name: str
+    repacks = False
 
     def __init__(self, matrix: RawMatrix, target: str):
         block = READ[matrix.type]
@@ -100,8 +116,8 @@ class Interleaved:
         """The C functions that a product of so many tokens calls."""
         if tokens > 1 and not integer:
             return self.float_fallback.functions(tokens, integer)
-        functions = [_product_function()]
-        for _, columns in self.passes(tokens):
+        functions = [_product_function(), narrow_function()]
+        for _, columns in self.passes(tokens, integer):
             functions.append(quantize_function(self.block.name, integer, self.form(columns, integer)))
             functions += self.kernels(columns, integer)
         return functions
@@ -114,22 +130,28 @@ class Interleaved:
         """y = x W^T, see portable.py."""
         if x.shape[0] == 1 or integer:
             first = 0
-            for tokens, columns in self.passes(x.shape[0]):
+            for tokens, columns in self.passes(x.shape[0], integer):
                 self._pass(x[first : first + tokens], y[first : first + tokens], columns, integer)
                 first += tokens
+            self.check()
         else:
             self.float_fallback.run(x, y, False)
 
-    def passes(self, tokens: int) -> list[tuple[int, int]]:
-        """(tokens, columns of the kernel) of each pass over the weights."""
+    def check(self) -> None:
+        """Raises BridgeError where a scale that a product has met is not finite."""
+
+    def passes(self, tokens: int, integer: bool) -> list[tuple[int, int]]:
+        """(tokens, columns of the kernel) of each pass over the weights; there are float kernels of one column."""
+        if not integer:
+            return [(tokens, 1)]
         widest = self.widths[-1]
         full = tokens // widest * widest
         rest = [(tokens - full, self._width(tokens - full))] if full < tokens else []
         return [(full, widest), *rest] if full else rest
 
-    def columns(self, tokens: int, integer: bool) -> int:
-        """Columns of the kernel for so many tokens in a table of calls."""
-        return self._width(tokens) if integer else 1
+    def columns(self, integer: bool) -> tuple[int, ...]:
+        """The columns of its kernels, the widest last."""
+        return self.widths if integer else (1,)
 
     def form(self, columns: int, integer: bool) -> str:
         """The form of the records that the kernel of so many columns reads, see activations.py."""
@@ -149,7 +171,8 @@ class Interleaved:
             quantize = quantize_function(self.block.name, integer, form).address
             rows, inputs = self.matrix.shape
             sizes = columns, record, self.blocks, self.lanes, inputs, rows
-            words = np.array([*sizes, *self.kernel(columns, integer, near), self.stride, quantize], np.int64)
+            functions = self.stride, quantize, narrow_function().address
+            words = np.array([*sizes, *self.kernel(columns, integer, near), *functions], np.int64)
             self._plans[columns, integer, near] = plan = words, words.ctypes.data
         tokens = x.shape[0]
         worth = self.groups * self.stride * tokens >= (MIN_BYTES_TO_SHARE if tokens == 1 else _LEAST_OF_SEVERAL)

@@ -127,6 +127,8 @@ def _block_function(name: str, target: str, lanes: int, integer: bool) -> CFunct
 class Tiled(Interleaved):
     """The engine of a tensor before it is prepared."""
 
+    repacks = True
+
     def __init__(self, matrix: RawMatrix, target: str):
         super().__init__(matrix, target)
         self.name = f"{target}/{matrix.type.lower()}, rows interleaved on the way"
@@ -153,11 +155,10 @@ class Tiled(Interleaved):
             return [called]
         return [interleaved.kernel(name, target, columns, integer, True), repacker(name, self.lanes), called]
 
-    def passes(self, tokens: int) -> list[tuple[int, int]]:
-        return [(tokens, self._width(tokens))] if tokens else []  # each pass repacks
+    def passes(self, tokens: int, integer: bool) -> list[tuple[int, int]]:
+        return [(tokens, self._width(tokens) if integer else 1)] if tokens else []  # each pass repacks
 
-    def run(self, x: np.ndarray, y: np.ndarray, integer: bool) -> None:
-        super().run(x, y, integer)
+    def check(self) -> None:
         bad = max((int(block[_BAD]) for block in self._blocks), default=-1)
         if bad >= 0:
             raise BridgeError(f"{self.matrix.name}: the scales of row {bad} are not finite; the file is damaged")

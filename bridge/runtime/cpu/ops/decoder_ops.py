@@ -44,11 +44,12 @@ def exp(x):
     return (p * r * r + r + np.float32(1.0)) * power
 
 
-def _look_up(table, row_bytes, token, x, hidden, _0, _1, first, last):
-    """x float32 [hidden]: the row of a table of blocks that the int64 at `token` names."""
-    index = array_at(token, 1, np.int64)[0]
-    row = array_at(table + index * row_bytes, (1, row_bytes), np.uint8)
-    unpack(row, array_at(x, (1, hidden), np.float32))
+def _look_up(table, row_bytes, tokens, x, hidden, _0, _1, first, last):
+    """x[t], float32 [hidden]: the row of a table of blocks that the int64 tokens[t] names, for t in first..last."""
+    for t in range(first, last):
+        index = array_at(tokens, last, np.int64)[t]
+        row = array_at(table + index * row_bytes, (1, row_bytes), np.uint8)
+        unpack(row, array_at(x + 4 * hidden * t, (1, hidden), np.float32))
 
 
 def _norm(x, delta, weight, out, hidden, eps, scale, first, last):
@@ -191,11 +192,11 @@ def _scale(x, count, factor, _0, _1, _2, _3, first, last):
             values[i] *= share
 
 
-def _add(x, delta, count, _0, _1, _2, _3, first, last):
-    """x += delta, float32 [tokens, count]; delta [count] is the same for all tokens."""
-    d = floats(delta, count)
+def _add(x, delta, count, stride, _0, _1, _2, first, last):
+    """x += delta, float32 [tokens, count]. stride: bytes from a row of delta to the next; 0: one for all tokens."""
     for t in range(first, last):
         values = floats(x + 4 * count * t, count)
+        d = floats(delta + stride * t, count)
         for i in range(count):
             values[i] += d[i]
 

@@ -1,0 +1,253 @@
+"""Products in a table of calls: matrices times tokens, in passes of the widths that their kernels have.
+
+A kernel multiplies so many tokens at once, its columns. Tokens take turns of the widest one, and those that are left a
+turn of a narrower one, in a pass over the weights of its own. Where weights are repacked in every pass (tiled.py), all
+take turns in one, whose last has columns to spare. What a pass is depends on the number of tokens alone, which may be
+another each time that the table is run; so it is decided here, in compiled code, for records and products alike.
+
+Which tokens there are says a place, int64 [PLACE]:
+
+    FIRST     the row of the first, in buffers and among records
+    TOKENS    how many there are, in rows that follow one another; those after them are free up to a multiple of columns
+    ONE_PASS  whether they take one pass
+
+Records of a turn are those of its columns together, see activations.py; the first of row r is `r * RECORD` bytes behind
+that of row 0, whatever passes the rows before it took.
+
+Products that do not depend on each other are one row of the table: threads meet once for all of them. They take ranges
+of row groups that shrink, so that few begin with memory that nobody fetched ahead, and the last are too small to be
+waited for: 5% faster from memory than the pool's own even chunks. A row group weighs as much as the turns it takes.
+"""
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from bridge.runtime.cpu.forms.activations import quantize_function, record_bytes
+from bridge.runtime.cpu.ops.program import Program
+from bridge.system.cpu import targets
+from bridge.system.kernels.jit import CFunction, c_function, inner, maker
+from bridge.system.kernels.memory import array_at
+from bridge.system.threads import pool
+
+_LEAST = 1 << 16  # bytes of weights, each time that they are read, that a range has at least
+
+FIRST, TOKENS, ONE_PASS, PLACE = range(4)
+# words of a kernel: its columns, addresses of it, its weights and what makes its records, bytes of a token's records
+COLUMNS, KERNEL, WEIGHTS, QUANTIZE, RECORD, WORDS = range(6)
+
+
+class Product(NamedTuple):
+    """One matrix times the tokens of a place; addresses of records and y are those of row 0."""
+
+    kernels: int
+    kinds: int  # of kernels
+    place: int
+    records: int
+    y: int
+    y_stride: int
+    blocks: int
+    stride: int
+    groups: int
+
+
+FIELDS = len(Product._fields)
+
+
+@inner
+def next_pass(kernels, tokens, one_pass):
+    """Which of the kernels, int64 [kinds, WORDS], multiplies the next of so many tokens, and in how many turns."""
+    kind = 0
+    while kind < len(kernels) - 1 and kernels[kind, COLUMNS] < tokens:
+        kind += 1
+    columns = kernels[kind, COLUMNS]
+    if one_pass or tokens < columns:
+        return kind, (tokens + columns - 1) // columns
+    return kind, tokens // columns
+
+
+@inner
+def turns_and_rows(kernels, tokens, one_pass):
+    """How many turns tokens take, and how many rows, those to spare among them."""
+    turns = rows = 0
+    while rows < tokens:
+        kind, count = next_pass(kernels, tokens - rows, one_pass)
+        turns += count
+        rows += count * kernels[kind, COLUMNS]
+    return turns, rows
+
+
+@inner
+def make_records(kernels, place, x, x_stride, out, count, first, last):
+    """The records of tokens first..last of a place; x: where the float32 [count] of its token 0 would be."""
+    tokens, done = place[TOKENS], 0
+    while done < tokens:
+        kind, turns = next_pass(kernels, tokens - done, place[ONE_PASS])
+        k = kernels[kind]
+        stop = min(tokens, done + turns * k[COLUMNS])
+        begin, end = max(first, done), min(last, stop)
+        if begin < end:
+            source, target = x + x_stride * done, out + k[RECORD] * (place[FIRST] + done)
+            pool.call(k[QUANTIZE], source, target, count, k[COLUMNS], 0, 0, 0, begin - done, end - done)
+        done = stop
+
+
+def _records(x, out, count, kernels, kinds, place, _0, first, last):
+    """The records of tokens first..last of x float32 [tokens, count] at a place."""
+    at = array_at(place, PLACE, np.int64)
+    rows = x + 4 * count * at[FIRST]
+    make_records(array_at(kernels, (kinds, WORDS), np.int64), at, rows, 4 * count, out, count, first, last)
+
+
+@inner
+def _turns(fields):
+    place = array_at(fields[2], PLACE, np.int64)
+    if place[TOKENS] == 0:
+        return 0
+    kernels = array_at(fields[0], (fields[1], WORDS), np.int64)
+    return turns_and_rows(kernels, place[TOKENS], place[ONE_PASS])[0]
+
+
+@inner
+def _multiply(fields, start, stop):
+    """Row groups start..stop of a Product."""
+    kernels, place = array_at(fields[0], (fields[1], WORDS), np.int64), array_at(fields[2], PLACE, np.int64)
+    records, y, y_stride, blocks, stride = fields[3], fields[4], fields[5], fields[6], fields[7]
+    tokens, done = place[TOKENS], 0
+    while done < tokens:
+        kind, turns = next_pass(kernels, tokens - done, place[ONE_PASS])
+        k, row = kernels[kind], place[FIRST] + done
+        x, out = records + k[RECORD] * row, y + y_stride * row
+        pool.call(k[KERNEL], k[WEIGHTS], x, out, blocks, stride, turns, y_stride, start, stop)
+        done += turns * k[COLUMNS]
+
+
+def _several(block, parts, ranges, _0, _1, _2, _3, first, last):
+    """Ranges first..last-1 of the row groups of several products, in the order of these.
+
+    block: the fields of each Product, then ranges + 1 bounds, as shares of the last one. A row group belongs to the
+    range that its first turn is in.
+    """
+    fields = array_at(block, (parts, FIELDS), np.int64)
+    bounds = array_at(block + 8 * FIELDS * parts, ranges + 1, np.int64)
+    work = 0
+    for i in range(parts):
+        work += _turns(fields[i]) * fields[i, FIELDS - 1]
+    for item in range(first, last):
+        begin = bounds[item] * work // bounds[ranges]
+        end = bounds[item + 1] * work // bounds[ranges]
+        for i in range(parts):
+            turns, groups = _turns(fields[i]), fields[i, FIELDS - 1]
+            if turns == 0:
+                continue
+            start = (max(begin, 0) + turns - 1) // turns
+            stop = min((max(end, 0) + turns - 1) // turns, groups)
+            if start < stop:
+                _multiply(fields[i], start, stop)
+            begin -= groups * turns
+            end -= groups * turns
+            if end <= 0:
+                break
+
+
+FUNCTIONS = {"records": _records, "several": _several}
+
+
+@maker
+def function(name: str) -> CFunction:
+    """One of FUNCTIONS as a C function."""
+    return c_function(FUNCTIONS[name])
+
+
+def add_products(program: Program, products: list[Product], turns: int) -> None:
+    """Add products that do not depend on each other, whose row groups take so many turns in all, more or less."""
+    size = turns * sum(p.groups * p.stride for p in products) // sum(p.groups for p in products)
+    bounds = _shrinking(turns, max(1, _LEAST * turns // size), pool.get_num_threads())
+    block = np.array([*[word for p in products for word in p], *bounds], np.int64)
+    program.keep(block)
+    ranges = len(bounds) - 1
+    worth = size >= pool.MIN_BYTES_TO_SHARE
+    program.add(function("several"), block.ctypes.data, len(products), ranges, items=ranges, shared=worth)
+
+
+def _shrinking(count: int, least: int, threads: int) -> list[int]:
+    """Bounds of ranges, in rounds of one per thread: each round is four fifths of what is left ("factoring", Hummel et
+    al. 1992). The largest come last: threads take the last first.
+    """
+    sizes: list[int] = []
+    left = count
+    while left:
+        size = max(least, left * 4 // (5 * threads))
+        for _ in range(threads):
+            if left:
+                sizes.append(min(left, size))
+                left -= sizes[-1]
+    return [0, *np.cumsum(sizes[::-1]).tolist()]
+
+
+class Kernels:
+    """The kernels of matrices, for all tables of a decoder: int64 [kinds, WORDS] of each, which change when a matrix is
+    prepared.
+
+    Kernels of so many columns are found, and compiled, when they are first needed.
+    """
+
+    def __init__(self, integer: bool):
+        self.integer = integer
+        self._words: dict[int, tuple[Any, Any, np.ndarray]] = {}  # by id: a matrix, its engine, its kernels
+        self._repacked: set[int] = set()  # ids of matrices that are, in every pass
+        self.needed: set[int] = set()  # columns
+
+    def words(self, matrix: Any) -> np.ndarray:
+        """The kernels of a matrix whose engine is `Interleaved`."""
+        if id(matrix) not in self._words:
+            engine: Any = matrix._get_engine()
+            words = np.zeros((len(engine.columns(self.integer)), WORDS), np.int64)
+            words[:, COLUMNS] = engine.columns(self.integer)
+            words[:, RECORD] = record_bytes(matrix.type, matrix.shape[1], self.integer)
+            self._words[id(matrix)] = matrix, None, words
+            self.refresh(matrix)
+        return self._words[id(matrix)][2]
+
+    def refresh(self, matrix: Any) -> None:
+        """Use the present engine of a matrix."""
+        if id(matrix) not in self._words:
+            return
+        engine: Any = matrix._get_engine()
+        _, present, words = self._words[id(matrix)]
+        if engine is present:
+            return
+        self._words[id(matrix)] = matrix, engine, words
+        self._repacked.discard(id(matrix))
+        if engine.repacks:
+            self._repacked.add(id(matrix))
+        self._fill(matrix, self.needed)
+
+    def columns(self, tokens: int, gathered: bool) -> set[int]:
+        """Columns of the kernels that so many tokens may need, or up to so many."""
+        widths = targets.isa(targets.chosen()).widths if self.integer and targets.chosen() != targets.PORTABLE else (1,)
+        counts = range(1, min(tokens, widths[-1]) + 1) if gathered else (tokens, tokens % widths[-1])
+        return {next((width for width in widths if width >= count), widths[-1]) for count in counts if count}
+
+    def need(self, columns: Iterable[int]) -> None:
+        """Find the kernels of so many columns, of all matrices."""
+        new = set(columns) - self.needed
+        if new:
+            self.needed |= new
+            for matrix, *_ in self._words.values():
+                self._fill(matrix, new)
+
+    def _fill(self, matrix: Any, columns: set[int]) -> None:
+        _, engine, words = self._words[id(matrix)]
+        for kernel in words:
+            count = int(kernel[COLUMNS])
+            if count in columns:
+                kernel[[KERNEL, WEIGHTS]] = engine.kernel(count, self.integer, False)
+                form = engine.form(count, self.integer)
+                kernel[QUANTIZE] = quantize_function(matrix.type, self.integer, form).address
+
+    @property
+    def one_pass(self) -> bool:
+        """Whether there are matrices that are repacked in every pass."""
+        return bool(self._repacked)
