@@ -18,6 +18,7 @@ from bridge.system.kernels.jit import CFunction, c_function, maker
 from bridge.system.kernels.memory import array_at
 from bridge.system.threads import pool
 from bridge.system.threads.pool import ITEMS, WORDS
+from bridge.system.threads.words import call
 
 _LEAST = 1 << 16  # bytes of weights that a range has at least
 _COLUMNS = 8  # of the widest kernel: buffers have rows for all of them
@@ -117,7 +118,7 @@ def _several(block, parts, ranges, _0, _1, _2, _3, first, last):
             groups = f[FIELDS - 1]
             stop = min(end, groups)
             if start < stop:
-                pool.call(f[0], f[1], f[2], f[3], f[4], f[5], f[6], f[7], start, stop)
+                call(f[0], f[1], f[2], f[3], f[4], f[5], f[6], f[7], start, stop)
             begin -= groups
             end -= groups
 
