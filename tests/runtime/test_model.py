@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import io
 import shutil
 import subprocess
 import sys
 import threading
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -579,12 +579,34 @@ def test_a_cpu_without_halves_keeps_floats(path: Path, monkeypatch: pytest.Monke
     assert bridge.Model.load(path, context=16)._decoder.cache.kind == "f16"
 
 
-@pytest.mark.parametrize(("count", "least", "threads"), [(1, 1, 1), (5, 9, 2), (352, 3, 2), (704, 3, 7), (16, 1, 64)])
-def test_ranges_of_products_cover_every_row_group_once(count: int, least: int, threads: int) -> None:
-    from bridge.runtime.cpu.ops.program import _shrinking
+@pytest.mark.parametrize("groups", [(1,), (5, 2), (352, 352), (704, 64, 64), (3,) * 16])
+@pytest.mark.parametrize(("threads", "each"), [(1, 1), (2, 9), (3, 64), (64, 3)])
+def test_items_of_products_are_each_threads_parts_of_all(groups: tuple[int, ...], threads: int, each: int) -> None:
+    from bridge.runtime.cpu.ops.program import FIELDS, _several_function
 
-    bounds = _shrinking(count, least, threads)
-    assert bounds[0] == 0
-    assert bounds[-1] == count
-    assert all(a < b for a, b in pairwise(bounds))
-    assert len(bounds) - 1 <= 12 * threads  # the pool hands so many out one by one
+    calls: list[tuple[int, int, int]] = []
+    kernel = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 9)(
+        lambda part, _1, _2, _3, _4, _5, _6, first, last: calls.append((part, first, last))
+    )
+    block = np.zeros((len(groups), FIELDS), np.int64)
+    block[:, 0] = ctypes.cast(kernel, ctypes.c_void_p).value
+    block[:, 1], block[:, -1] = range(len(groups)), groups
+
+    def ranges(first: int, last: int) -> set[tuple[int, int]]:
+        """The row groups that some items multiply, once each."""
+        calls.clear()
+        _several_function()(block.ctypes.data, len(groups), threads, each, 0, 0, 0, first, last)
+        multiplied = [(part, group) for part, begin, end in calls for group in range(begin, end)]
+        assert len(set(multiplied)) == len(multiplied)
+        return set(multiplied)
+
+    everything = {(part, group) for part, count in enumerate(groups) for group in range(count)}
+    assert ranges(0, threads * each) == everything
+    for thread in range(threads):
+        part = {
+            (i, g) for i, g in everything if groups[i] * thread // threads <= g < groups[i] * (thread + 1) // threads
+        }
+        assert ranges(thread * each, (thread + 1) * each) == part
+    whole = [ranges(item, item + 1) for item in range(threads * each)]
+    assert sum(map(len, whole)) == len(everything)
+    assert set().union(*whole) == everything

@@ -4,9 +4,8 @@ Every row is a C function's address, its seven arguments, the number of items (t
 its range covers, and whether threads share them. One compiled loop walks the table: from Python, the 300
 calls of a small model would cost as much as a quarter of its arithmetic.
 
-Products of the same vector are one row (`Products`): threads meet once for all of them. They take ranges of
-row groups that shrink, so that few begin with memory that nobody fetched ahead, and the last are too small
-to be waited for: 5% faster from memory than the pool's own even chunks.
+Products of the same vector are one row (`add_products`): threads meet once for all of them. Each thread has the same
+part of every matrix that it has where the matrix is multiplied by itself, see threads/jobs.py.
 """
 
 from typing import Any, NamedTuple
@@ -20,7 +19,7 @@ from bridge.system.threads import pool
 from bridge.system.threads.pool import ITEMS, WORDS
 from bridge.system.threads.words import call
 
-_LEAST = 1 << 16  # bytes of weights that a range has at least
+_LEAST = 1 << 16  # bytes of weights of an item
 _COLUMNS = 8  # of the widest kernel: buffers have rows for all of them
 
 
@@ -102,25 +101,32 @@ class Product(NamedTuple):
 FIELDS = len(Product._fields)
 
 
-def _several(block, parts, ranges, _0, _1, _2, _3, first, last):
-    """Ranges first..last-1 of the row groups of several products, numbered through all of them.
+def _several(block, parts, threads, each, _0, _1, _2, first, last):
+    """Items first..last-1 of several products, the fields of each Product at `block`: `each` items for every thread.
 
-    block: the fields of each Product, then ranges + 1 bounds.
+    A thread's items are equal ranges of its row groups, numbered through its parts of all products.
     """
     fields = array_at(block, (parts, FIELDS), np.int64)
-    bounds = array_at(block + 8 * FIELDS * parts, ranges + 1, np.int64)
-    for item in range(first, last):
-        begin = bounds[item]
-        end = bounds[item + 1]
+    while first < last:
+        thread = first // each
+        stop = min(last, each * (thread + 1))
+        total = 0
+        for i in range(parts):
+            groups = fields[i, FIELDS - 1]
+            total += groups * (thread + 1) // threads - groups * thread // threads
+        begin = total * (first - each * thread) // each
+        end = total * (stop - each * thread) // each
         for i in range(parts):
             f = fields[i]
-            start = max(begin, 0)
             groups = f[FIELDS - 1]
-            stop = min(end, groups)
-            if start < stop:
-                call(f[0], f[1], f[2], f[3], f[4], f[5], f[6], f[7], start, stop)
-            begin -= groups
-            end -= groups
+            at = groups * thread // threads
+            length = groups * (thread + 1) // threads - at
+            if max(begin, 0) < min(end, length):
+                start, rest = at + max(begin, 0), at + min(end, length)
+                call(f[0], f[1], f[2], f[3], f[4], f[5], f[6], f[7], start, rest)
+            begin -= length
+            end -= length
+        first = stop
 
 
 @maker
@@ -130,30 +136,15 @@ def _several_function() -> CFunction:
 
 def add_products(program: Program, products: list[Product]) -> np.ndarray:
     """Add products that do not depend on each other; their fields, one after another, as they may be changed."""
-    groups = sum(p.groups for p in products)
     size = sum(p.groups * p.stride for p in products)
-    bounds = _shrinking(groups, max(1, _LEAST * groups // size), pool.get_num_threads())
-    block = np.array([*[word for p in products for word in p], *bounds], np.int64)
+    threads = pool.get_num_threads()
+    each = max(1, size // (_LEAST * threads))
+    block = np.array([word for p in products for word in p], np.int64)
     program.keep(block)
-    ranges = len(bounds) - 1
     worth = size >= pool.MIN_BYTES_TO_SHARE
-    program.add(_several_function(), block.ctypes.data, len(products), ranges, items=ranges, shared=worth)
+    arguments = block.ctypes.data, len(products), threads, each
+    program.add(_several_function(), *arguments, items=threads * each, shared=worth)
     return block
-
-
-def _shrinking(count: int, least: int, threads: int) -> list[int]:
-    """Bounds of ranges, in rounds of one per thread: each round is four fifths of what is left ("factoring", Hummel et
-    al. 1992). The largest come last: threads take the last first.
-    """
-    sizes: list[int] = []
-    left = count
-    while left:
-        size = max(least, left * 4 // (5 * threads))
-        for _ in range(threads):
-            if left:
-                sizes.append(min(left, size))
-                left -= sizes[-1]
-    return [0, *np.cumsum(sizes[::-1]).tolist()]
 
 
 def product(engine: Any, records: np.ndarray, y: np.ndarray, turns: int, columns: int, integer: bool) -> Product:
