@@ -52,6 +52,11 @@ def words(threads: int) -> int:
     return _THREADS + _EACH * threads
 
 
+def owner(item: int, items: int, threads: int) -> int:
+    """The thread whose part of a number of items has that one."""
+    return ((item + 1) * threads - 1) // items
+
+
 @inner
 def _word(thread, number):
     return _THREADS + _EACH * thread + number

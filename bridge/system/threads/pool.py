@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from bridge.errors import BridgeError
+from bridge.system.cpu import numa
 from bridge.system.cpu.cpus import usable_cpus
 from bridge.system.cpu.fork_locks import ForkLock
 from bridge.system.cpu.row_threads import thread_limit
@@ -36,9 +37,12 @@ MIN_VALUES_TO_SHARE = 1 << 16  # of activations that are normalized or rounded
 
 
 class Pool:
-    """`threads` threads, including the caller's. `lock` is held by the caller whose job runs."""
+    """`threads` threads, including the caller's. `lock` is held by the caller whose job runs.
 
-    def __init__(self, threads: int):
+    cpus  those that each thread may run on, if not all; the caller's stays as it is
+    """
+
+    def __init__(self, threads: int, cpus: list[frozenset[int]] | None = None):
         self.threads = threads
         self.lock = threading.Lock()
         self.state = 0
@@ -51,7 +55,8 @@ class Pool:
                 with thread_limit():
                     for number in range(1, threads):
                         name = f"gguf-bridge-{number}"
-                        worker = threading.Thread(target=_work, args=(self, number), name=name, daemon=True)
+                        arguments = self, number, cpus and cpus[number]
+                        worker = threading.Thread(target=_work, args=arguments, name=name, daemon=True)
                         worker.start()
                         self._workers.append(worker)
             except BridgeError:
@@ -66,22 +71,28 @@ class Pool:
                 worker.join()
 
 
-def _work(pool: Pool, number: int) -> None:
+def _work(pool: Pool, number: int, cpus: frozenset[int] | None) -> None:
+    if cpus:
+        numa.keep_on(cpus)
     function("serve")(pool.state, number, pool.threads)  # `pool` keeps the shared memory alive
 
 
 _pool: Pool | None = None
 _wanted: int | None = None
-_choosing = ForkLock()  # held while the two change
+_numa: str | None = None
+_choosing = ForkLock()  # held while these change
 
 
 def get_num_threads() -> int:
-    """Threads that a product uses: set_num_threads, else BRIDGE_THREADS, else the cores this process may use."""
+    """Threads that a product uses: set_num_threads, else BRIDGE_THREADS, else the cores this process may use.
+
+    With `get_numa()` "isolate", the cores of one node.
+    """
     if _wanted is not None:
         return _wanted
     configured = os.environ.get("BRIDGE_THREADS", "")
     if not configured:
-        return usable_cpus()
+        return numa.limited(usable_cpus(), get_numa())
     if not re.fullmatch(r"[0-9]{1,9}", configured) or not 1 <= int(configured) <= _MAX_THREADS:
         raise BridgeError(f"BRIDGE_THREADS={configured}: must be between 1 and {_MAX_THREADS}")
     return int(configured)
@@ -96,8 +107,39 @@ def set_num_threads(threads: int) -> None:
         if old is None or old.threads == threads:
             return
         _pool = None
-    with old.lock:
-        old.stop()
+    _end(old)
+
+
+def get_numa() -> str | None:
+    """How threads are placed on NUMA nodes: set_numa, else BRIDGE_NUMA, else None, where the system likes."""
+    return _numa or (
+        numa.check_way("BRIDGE_NUMA", os.environ["BRIDGE_NUMA"]) if os.environ.get("BRIDGE_NUMA") else None
+    )
+
+
+def set_numa(how: str) -> None:
+    """Place threads on NUMA nodes from the next product on: one of `numa.WAYS`, see there.
+
+    Copies of weights that were made before stay where they are. Raises BridgeError where the system is not Linux.
+    """
+    global _numa, _pool
+    numa.check_way("numa", how)
+    with _choosing:
+        before, _numa, old = get_numa(), how, _pool
+        if old is None or before == how:
+            return
+        _pool = None
+    _end(old)
+
+
+def thread_cpus() -> list[frozenset[int]] | None:
+    """The CPUs that each thread may run on, the caller's first; None where they may run on all."""
+    return numa.thread_cpus(get_numa(), get_num_threads())
+
+
+def _end(pool: Pool) -> None:
+    with pool.lock:
+        pool.stop()
 
 
 def get_pool() -> Pool:
@@ -106,7 +148,10 @@ def get_pool() -> Pool:
     if (pool := _pool) is None:
         with _choosing:
             if (pool := _pool) is None:
-                _pool = pool = Pool(get_num_threads())
+                cpus = thread_cpus()
+                if cpus and get_numa() == "isolate":
+                    numa.keep_on(cpus[0])  # this thread, and those that it starts
+                _pool = pool = Pool(get_num_threads(), cpus)
     return pool
 
 
