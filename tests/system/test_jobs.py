@@ -5,15 +5,13 @@ threads' steps are then followed, each state once: in none may a unit be run twi
 thread sleep unnoticed, and from each the end must be within reach.
 """
 
-import ast
 import random
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,57 +19,15 @@ import pytest
 
 from bridge.system.kernels.jit import c_function
 from bridge.system.threads import jobs, pool, words
+from scripts.benchlib.stepped import Step, stepped
 from tests.conftest import ROOT
 
-PRIMITIVES = {
-    "array_at",
-    "call",
-    "give_way",
-    "lock",
-    "pause",
-    "read",
-    "release",
-    "swap",
-    "unlock",
-    "wait",
-    "wake",
-    "write",
-}
-Step = Generator[tuple[Any, ...], Any, Any]
+FUNCTIONS = {"_take", "_work", "_rouse", "_wake_next", "_sleep", "_finished", "begin", "serve", "stop", "run"}
 
 
-class Stepped(ast.NodeTransformer):
-    """Calls of primitives become `yield name, arguments`, calls of the module's own functions `yield from`."""
-
-    def __init__(self, functions: set[str]):
-        self.functions = functions
-
-    def visit_Call(self, node: ast.Call) -> ast.AST:
-        self.generic_visit(node)
-        name = node.func.id if isinstance(node.func, ast.Name) else ""
-        if name in PRIMITIVES:
-            return ast.Yield(ast.Tuple([ast.Constant(name), *node.args], ast.Load()))
-        return ast.YieldFrom(node) if name in self.functions else node
-
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-        self.generic_visit(node)
-        node.decorator_list = []
-        return node
-
-
-def stepped(replaced: dict[str, str]) -> SimpleNamespace:
+def protocol_with(replaced: dict[str, str]) -> Any:
     """jobs.py's functions as generators, with some of its text replaced."""
-    source = Path(jobs.__file__).read_text(encoding="utf-8")
-    for old, new in replaced.items():
-        assert source.count(old) == 1
-        source = source.replace(old, new)
-    tree = ast.parse(source)
-    functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)} - {"words", "_word"}
-    tree.body = [node for node in tree.body if not isinstance(node, ast.ImportFrom)]
-    names: dict[str, Any] = {"ARGUMENTS": words.ARGUMENTS, "inner": lambda function: function}
-    code = ast.fix_missing_locations(Stepped(functions).visit(tree))
-    exec(compile(code, jobs.__file__, "exec"), names)
-    return SimpleNamespace(**names)
+    return stepped(Path(jobs.__file__).read_text(encoding="utf-8"), replaced, FUNCTIONS)
 
 
 class Parameters(dict[int, int]):
@@ -268,7 +224,7 @@ SPINNING = {"_PAUSES = 1500": "_PAUSES = 1 << 60"}
     ],
 )
 def test_in_every_order_of_steps_each_unit_runs_once(threads: int, units: list[int], how: dict[str, str]) -> None:
-    protocol = stepped(how)
+    protocol = protocol_with(how)
     assert explore(lambda: Machine(protocol, threads, units)) > 1000
 
 
@@ -285,7 +241,7 @@ def test_in_every_order_of_steps_each_unit_runs_once(threads: int, units: list[i
     ],
 )  # fmt: skip
 def test_a_protocol_with_a_fault_fails(how: dict[str, str], old: str, new: str) -> None:
-    protocol = stepped({**how, old: new})
+    protocol = protocol_with({**how, old: new})
     with pytest.raises(AssertionError):
         explore(lambda: Machine(protocol, 2, [3, 2]))
 
@@ -293,7 +249,7 @@ def test_a_protocol_with_a_fault_fails(how: dict[str, str], old: str, new: str) 
 @pytest.mark.parametrize("how", [SPINNING, SLEEPING])
 def test_in_random_orders_of_more_threads_each_unit_runs_once(how: dict[str, str]) -> None:
     """A thread in turn is held up for long, between any two of its steps."""
-    protocol = stepped(how)
+    protocol = protocol_with(how)
     rng = random.Random(1)
     for _ in range(200):
         machine = Machine(protocol, rng.randint(2, 6), [rng.randint(2, 20) for _ in range(4)])
