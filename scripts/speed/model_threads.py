@@ -273,11 +273,12 @@ def measure(options: argparse.Namespace) -> Lines:
 
 def kinds(calls: list[Call]) -> Iterator[str]:
     """What the calls of one thread are, and how long they take, the longest first."""
-    times: Counter[str] = Counter()
+    times: dict[str, float] = {}
     for call in calls:
         if not call.shared:
-            times[call.name] += call.alone
-    yield from (f"{name} {ns / 1e3:.0f}" for name, ns in times.most_common())
+            times[call.name] = times.get(call.name, 0.0) + call.alone
+    for name, ns in sorted(times.items(), key=lambda item: -item[1]):
+        yield f"{name} {ns / 1e3:.0f}"
 
 
 if __name__ == "__main__":
