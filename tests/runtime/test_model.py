@@ -579,6 +579,21 @@ def test_a_cpu_without_halves_keeps_floats(path: Path, monkeypatch: pytest.Monke
     assert bridge.Model.load(path, context=16)._decoder.cache.kind == "f16"
 
 
+@pytest.mark.parametrize("precision", ["int8", "f32"])
+@pytest.mark.parametrize("type", ["Q4_0", "Q4_K", "Q5_1", "Q6_K", "IQ4_XS"])
+@pytest.mark.parametrize("width", [8192, 8192 + 256, 1024])
+def test_a_wide_tokens_records_are_those_of_its_pieces(type: str, precision: str, width: int) -> None:
+    from bridge.runtime.cpu.forms import activations
+    from bridge.runtime.cpu.ops.program import ITEMS, Program
+
+    x = np.random.default_rng(3).standard_normal((1, width)).astype(np.float32)
+    program, integer = Program(), precision == "int8"
+    records = program.records({}, type, x, 1, integer, activations.PLAIN)
+    assert program._rows[0][ITEMS:] == ([width // 256, 1] if width > 1024 else [1, 0])
+    program.run()
+    np.testing.assert_array_equal(records[0], activations.records(x, BLOCKS[type], 1, integer).reshape(-1))
+
+
 @pytest.mark.parametrize("groups", [(1,), (5, 2), (352, 352), (704, 64, 64), (3,) * 16])
 @pytest.mark.parametrize(("threads", "each"), [(1, 1), (2, 9), (3, 64), (64, 3)])
 def test_items_of_products_are_each_threads_parts_of_all(groups: tuple[int, ...], threads: int, each: int) -> None:

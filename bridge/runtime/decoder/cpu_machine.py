@@ -17,7 +17,7 @@ from bridge.runtime.cpu.engines.floats import SIZES
 from bridge.runtime.cpu.ops import attention as attn
 from bridge.runtime.cpu.ops import decoder_ops as ops
 from bridge.runtime.cpu.ops import latent_attention, stream_ops
-from bridge.runtime.cpu.ops.program import Program, address, bits, buffer
+from bridge.runtime.cpu.ops.program import Program, address, bits, buffer, pieces
 from bridge.runtime.decoder.machine import Linear
 from bridge.runtime.decoder.positions import Positions
 from bridge.runtime.decoder.recurrent import RecurrentBuffers
@@ -183,8 +183,9 @@ class CpuMachine:
             numbers = map(bits, c.xielu[index])
             self._for_each(ops.function("xielu"), address(gates), gates.shape[1], *numbers)
         else:
+            rows, width, shared = pieces(gates)
             function = ops.activation(c.activation, ups is not None)
-            self._for_each(function, address(gates), address(ups), gates.shape[1])
+            self._add(function, address(gates), address(ups), width, items=rows, shared=shared or rows > 1)
         return gates
 
     def gelu_times(self, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
