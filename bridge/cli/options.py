@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from bridge.cli.commands import COMMANDS
 from bridge.errors import BridgeError
+from bridge.system.cpu.numa import WAYS as NUMA_WAYS
 from bridge.system.options import Flag
 from bridge.system.progress import Progress
 
@@ -36,6 +37,15 @@ def command(
     parser.set_defaults(run=run)
     parser.add_argument("--debug", action="store_true", help="show where an error comes from (traceback)")
     return parser
+
+
+def add_numa(parser: argparse.ArgumentParser) -> None:
+    """The option of commands that compute with a model on the CPU."""
+    parser.add_argument(
+        "--numa", choices=NUMA_WAYS,
+        help="where threads run on a machine with several NUMA nodes: distribute them over all, or isolate them on the "
+        "node of the first (default: where the system likes)",
+    )  # fmt: skip
 
 
 class Once(argparse.Action):

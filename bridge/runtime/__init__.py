@@ -17,7 +17,7 @@ header; nothing else is decoded in advance.
 from bridge.runtime.quant_tensor import QuantTensor
 from bridge.runtime.reader import GGUFFile, open_gguf
 
-__all__ = ["GGUFFile", "QuantTensor", "get_num_threads", "open_gguf", "set_num_threads"]
+__all__ = ["GGUFFile", "QuantTensor", "get_num_threads", "get_numa", "open_gguf", "set_num_threads", "set_numa"]
 
 
 def get_num_threads() -> int:
@@ -32,3 +32,20 @@ def set_num_threads(threads: int) -> None:
     from bridge.system.threads import pool
 
     pool.set_num_threads(threads)
+
+
+def get_numa() -> str | None:
+    """How threads are placed on NUMA nodes: as set, else BRIDGE_NUMA, else None, where the system likes."""
+    from bridge.system.threads import pool
+
+    return pool.get_numa()
+
+
+def set_numa(how: str) -> None:
+    """Place threads on NUMA nodes from the next product on: "distribute" or "isolate", as llama.cpp's --numa.
+
+    Copies of weights that were made before stay where they are. Raises BridgeError where the system is not Linux.
+    """
+    from bridge.system.threads import pool
+
+    pool.set_numa(how)

@@ -73,7 +73,7 @@ class Model:
     def load(
         cls, path: str | Path, threads: int | None = None, kv: str = "f16", context: int | None = None,
         precision: str = "int8", device: Any = "cpu", load: str = "mmap", lora: str | Path | None = None,
-        config: str | Path | None = None,
+        config: str | Path | None = None, numa: str | None = None,
     ) -> Self:  # fmt: skip
         """Open a GGUF of an architecture that `architectures.ARCHITECTURES` names.
 
@@ -87,6 +87,8 @@ class Model:
         lora       the GGUF of an adapter that is added to the weights, as `convert_lora` and llama.cpp write it; on
                    the CPU, and not to experts or to embeddings that are also the head
         config     of a checkpoint, which `bridge.Model` loads: see there
+        numa       "distribute" or "isolate", for the whole process: where threads run on a machine with several NUMA
+                   nodes (default: BRIDGE_NUMA, else where the system likes); see docs/speed.md
 
         Raises:
             BridgeError: no such file, a damaged one, an architecture or a tokenizer that is unknown here; a device
@@ -95,10 +97,13 @@ class Model:
         check_precision(precision)
         if context is not None:
             check_integer("context", context, 1, _LONGEST_CONTEXT)
-        if threads is not None:
+        if threads is not None or numa is not None:
             from bridge.system.threads import pool
 
-            pool.set_num_threads(threads)
+            if numa is not None:
+                pool.set_numa(numa)
+            if threads is not None:
+                pool.set_num_threads(threads)
         file = open_gguf(cls._gguf(path, config), load)
         if lora is not None:
             add_adapter(file, open_gguf(lora, load))

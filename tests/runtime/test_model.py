@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 import threading
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -576,14 +575,3 @@ def test_a_cpu_without_halves_keeps_floats(path: Path, monkeypatch: pytest.Monke
     assert bridge.Model.load(path, context=16)._decoder.cache.kind == "f32"
     monkeypatch.setattr("bridge.system.cpu.machine.features", lambda: frozenset({"f16c"}))
     assert bridge.Model.load(path, context=16)._decoder.cache.kind == "f16"
-
-
-@pytest.mark.parametrize(("count", "least", "threads"), [(1, 1, 1), (5, 9, 2), (352, 3, 2), (704, 3, 7), (16, 1, 64)])
-def test_ranges_of_products_cover_every_row_group_once(count: int, least: int, threads: int) -> None:
-    from bridge.runtime.cpu.ops.passes import _shrinking
-
-    bounds = _shrinking(count, least, threads)
-    assert bounds[0] == 0
-    assert bounds[-1] == count
-    assert all(a < b for a, b in pairwise(bounds))
-    assert len(bounds) - 1 <= 12 * threads  # the pool hands so many out one by one

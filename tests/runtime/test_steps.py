@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +11,10 @@ import pytest
 
 from bridge.blocks import TYPES
 from bridge.runtime.config.decoder_config import Routing
+from bridge.runtime.cpu.forms import activations
+from bridge.runtime.cpu.ops import passes
 from bridge.runtime.cpu.ops.passes import Kernels
-from bridge.runtime.cpu.ops.program import buffer
+from bridge.runtime.cpu.ops.program import ITEMS, Program, buffer
 from bridge.runtime.decoder.experts import mix
 from bridge.runtime.decoder.steps import Steps
 from bridge.runtime.layers.layers import Experts
@@ -63,6 +66,64 @@ def test_one_table_multiplies_any_number_of_tokens(type: str) -> None:
         for name, y in ys.items():
             np.testing.assert_array_equal(y[:tokens], matrices[name].matmul(x[:tokens]))
     assert not steps.single
+
+
+@pytest.mark.parametrize("precision", ["int8", "f32"])
+@pytest.mark.parametrize("type", ["Q4_0", "Q4_K", "Q5_1", "Q6_K", "IQ4_XS"])
+@pytest.mark.parametrize("width", [8192, 8192 + 256, 1024])
+def test_a_wide_tokens_records_are_those_of_its_pieces(type: str, precision: str, width: int) -> None:
+    integer = precision == "int8"
+    x, program = floats(3, 1, width), Program()
+    kernels, place = np.zeros((1, passes.WORDS), np.int64), np.array([0, 1, 0])
+    nbytes = kernels[0, passes.RECORD] = activations.record_bytes(type, width, integer)
+    kernels[0, passes.COLUMNS] = 1
+    kernels[0, passes.QUANTIZE] = activations.quantize_function(type, integer).address
+    records = np.zeros(nbytes, np.uint8)
+    passes.add_records(program, x, records, kernels, place)
+    program.run()
+    assert program._table is not None
+    assert program._table[0, ITEMS:].tolist() == ([width // 256, 1] if width > 1024 else [1, 0])
+    np.testing.assert_array_equal(records, activations.records(x, TYPES[type], 1, integer))
+
+
+@pytest.mark.parametrize("groups", [(1,), (5, 2), (352, 352), (704, 64, 64), (3,) * 16])
+@pytest.mark.parametrize(("threads", "each"), [(1, 1), (2, 9), (3, 64), (64, 3)])
+def test_items_of_products_are_each_threads_parts_of_all(groups: tuple[int, ...], threads: int, each: int) -> None:
+    """Of tokens in several turns, of none, and of a token alone."""
+    calls: list[tuple[int, int, int]] = []
+    kernel = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 9)(
+        lambda part, _1, _2, _3, _4, _5, _6, first, last: calls.append((part, first, last))
+    )
+    places = np.array([[0, tokens, 0] for tokens in (1, 8, 0)])
+    kernels = np.zeros((len(groups), passes.WORDS), np.int64)
+    kernels[:, passes.COLUMNS], kernels[:, passes.WEIGHTS] = 2, range(len(groups))
+    kernels[:, passes.KERNEL] = ctypes.cast(kernel, ctypes.c_void_p).value
+    block = np.array(
+        [
+            passes.Product(kernels[i:].ctypes.data, 1, places[i % 3 :].ctypes.data, 0, 0, 0, 0, 0, count)
+            for i, count in enumerate(groups)
+        ]
+    )
+    multiplied = [(i, count) for i, count in enumerate(groups) if places[i % 3, passes.TOKENS]]
+
+    def ranges(first: int, last: int) -> set[tuple[int, int]]:
+        """The row groups that some items multiply, once each."""
+        calls.clear()
+        passes.function("several")(block.ctypes.data, len(groups), threads, each, 0, 0, 0, first, last)
+        found = [(part, group) for part, begin, end in calls for group in range(begin, end)]
+        assert len(set(found)) == len(found)
+        return set(found)
+
+    everything = {(part, group) for part, count in multiplied for group in range(count)}
+    assert ranges(0, threads * each) == everything
+    for thread in range(threads):
+        part = {
+            (i, g) for i, g in everything if groups[i] * thread // threads <= g < groups[i] * (thread + 1) // threads
+        }
+        assert ranges(thread * each, (thread + 1) * each) == part
+    whole = [ranges(item, item + 1) for item in range(threads * each)]
+    assert sum(map(len, whole)) == len(everything)
+    assert set().union(*whole) == everything
 
 
 def mixture(

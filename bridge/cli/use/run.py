@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from bridge.cli.options import Once, add_options, command, given
+from bridge.cli.options import Once, add_numa, add_options, command, given
 from bridge.cli.use.terminal import StatusLine, generated
 from bridge.errors import BridgeError
 from bridge.gguf_file.reader import LOADS
@@ -153,6 +153,7 @@ def model_parser(commands: Any, name: str, handler: Any) -> argparse.ArgumentPar
 def add_loading(parser: argparse.ArgumentParser) -> None:
     """The options that `load` reads."""
     parser.add_argument("--threads", type=int, metavar="N", help="number of CPU threads (default: one per core)")
+    add_numa(parser)
     parser.add_argument(
         "--context", type=int, metavar="N",
         help="tokens that prompt and reply may have (default: the model's, at most 4096)",
@@ -174,7 +175,7 @@ def add_loading(parser: argparse.ArgumentParser) -> None:
 def load(a: argparse.Namespace, path: Path, context: int | None, lora: Path | None = None) -> Any:
     from bridge.runtime.model import Model
 
-    model = Model.load(path, a.threads, a.kv, context, a.precision, a.device, a.load, lora)
+    model = Model.load(path, a.threads, a.kv, context, a.precision, a.device, a.load, lora, numa=a.numa)
     if model.note:
         tell(model.note)
     if model.context > model.config.context:

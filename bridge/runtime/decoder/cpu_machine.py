@@ -18,7 +18,7 @@ from bridge.runtime.cpu.ops import attention as attn
 from bridge.runtime.cpu.ops import decoder_ops as ops
 from bridge.runtime.cpu.ops import latent_attention, stream_ops
 from bridge.runtime.cpu.ops.passes import Kernels
-from bridge.runtime.cpu.ops.program import Program, Word, address, bits, buffer, every_token
+from bridge.runtime.cpu.ops.program import Program, Word, address, bits, buffer, every_token, in_pieces
 from bridge.runtime.decoder.machine import Linear
 from bridge.runtime.decoder.positions import Positions
 from bridge.runtime.decoder.recurrent import RecurrentBuffers
@@ -180,8 +180,12 @@ class CpuMachine:
             numbers = map(bits, c.xielu[index])
             self._for_each(ops.function("xielu"), address(gates), gates.shape[1], *numbers)
         else:
-            function = ops.activation(c.activation, ups is not None)
-            self._for_each(function, address(gates), address(ups), gates.shape[1])
+            pieces, width, shared = in_pieces(gates)
+            arguments = ops.activation(c.activation, ups is not None), address(gates), address(ups), width
+            if pieces > self.n:
+                self._add(*arguments, items=pieces, shared=shared)
+            else:
+                self._for_each(*arguments)
         return gates
 
     def gelu_times(self, gate: np.ndarray, up: np.ndarray) -> np.ndarray:

@@ -95,11 +95,7 @@ class Steps:
             kind = record_kind(matrix.type, self.kernels.integer)
             if kind not in records:
                 records[kind] = self.record_memory(matrix, len(records), self._n)
-                words = self.kernels.words(matrix)
-                arguments = address(x), address(records[kind]), x.shape[1], address(words), len(words)
-                shared = x.size > MIN_VALUES_TO_SHARE
-                records_function = passes.function("records")
-                self.program.add(records_function, *arguments, address(self.place), items=every_token, shared=shared)
+                passes.add_records(self.program, x, records[kind], self.kernels.words(matrix), self.place)
             products.append(self.product(matrix, self.place, records[kind], out))
         if products:
             turns = -(-self._n // int(self.kernels.words(pairs[0][0])[-1, passes.COLUMNS]))

@@ -27,7 +27,8 @@ from bridge.system.storage import kernel_cache
 TOOLS = frozenset(
     "bridge." + name
     for name in (
-        "errors", "system.cpu.cpus", "system.cpu.fork_locks", "system.cpu.row_threads", "system.kernels.closure",
+        "errors", "system.cpu.cpus", "system.cpu.fork_locks", "system.cpu.numa", "system.cpu.row_threads",
+        "system.kernels.closure",
         "system.kernels.compile_ahead", "system.kernels.compiling", "system.kernels.elf", "system.kernels.object_code",
         "system.kernels.worker", "system.options", "system.progress", "system.storage.cache", "system.storage.files",
         "system.storage.folder_locks", "system.storage.kernel_cache", "system.text",

@@ -16,7 +16,8 @@ from bridge.runtime.cpu.engines.floats import wide_rows_function
 from bridge.system.kernels import ir
 from bridge.system.kernels.jit import CFunction, c_function, cgutils, intrinsic, maker, types
 from bridge.system.kernels.memory import LANES, allocate, array_at, floats, fma, free, next_line, rows_together, spread
-from bridge.system.threads.pool import MIN_BYTES_TO_SHARE, call, share_items
+from bridge.system.threads.pool import MIN_BYTES_TO_SHARE, share_items
+from bridge.system.threads.words import call
 
 TILE = 64  # rows
 _PART = 1024  # columns: 256 KB of a tile

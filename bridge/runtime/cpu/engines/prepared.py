@@ -9,10 +9,12 @@ from bridge.runtime.cpu.engines import interleaved
 from bridge.runtime.cpu.engines.portable import RawMatrix
 from bridge.runtime.cpu.engines.products import Interleaved
 from bridge.runtime.cpu.forms.repack import repacker
+from bridge.system.cpu import numa
 from bridge.system.cpu.fork_locks import ForkLock
 from bridge.system.cpu.row_threads import thread_limit
 from bridge.system.kernels.jit import CFunction
 from bridge.system.threads import pool
+from bridge.system.threads.jobs import owner
 
 _HUGE = 1 << 21  # bytes of a huge page
 _SLAB = 64 * _HUGE  # small tensors share memory of this size
@@ -31,7 +33,9 @@ class _Slabs:
 
     A matrix of 2 MB on pages of 4 KB costs 600 page faults and has its addresses translated 600 times a product.
     A slab lives as long as one of its tensors; its untouched pages take no memory. The last page that is touched is
-    seldom full: in slabs of 32 MB, that is 2% of the weights, in those of 128 MB 0.5%.
+    seldom full: in slabs of 32 MB, that is 2% of the weights, in those of 128 MB 0.5%. On several NUMA nodes, a huge
+    page is of the one that writes to it first: where the parts of two nodes meet, up to 2 MB of each matrix are read
+    from afar, and of matrices smaller than that, all may be.
     """
 
     def __init__(self) -> None:
@@ -76,22 +80,31 @@ class Prepared(Interleaved):
 
         bad = np.full(len(starts), rows, np.int64)
         row_bytes = raw.size // rows
+        cpus = pool.thread_cpus()
 
         def part(i: int) -> None:
             last = min(starts[i] + step, self.groups)
+            if (
+                cpus is not None
+            ):  # memory is of the node where it is first written: that of the thread that will read it
+                numa.keep_on(cpus[owner((starts[i] + last) // 2, self.groups, threads)])
             sizes = rows, row_bytes, self.stride, codes_from
             repack(raw.ctypes.data, *sizes, self.address, bad[i:].ctypes.data, starts[i], last)
             if done is not None:
                 done(starts[i] * self.lanes * row_bytes, min(last * self.lanes, rows) * row_bytes)
 
-        if len(starts) < 2 or threads < 2:
+        if threads < 2 or (len(starts) < 2 and cpus is None):
             for i in range(len(starts)):
                 part(i)
         else:
             from concurrent.futures import ThreadPoolExecutor
 
+            order = list(range(len(starts)))
+            if cpus is not None:  # one of each thread's first, so that no node waits
+                each = max(1, len(starts) // threads)
+                order.sort(key=lambda i: i % each)
             with thread_limit(), ThreadPoolExecutor(threads) as executor:
-                list(executor.map(part, range(len(starts))))
+                list(executor.map(part, order))
         if (row := bad.min(initial=rows)) < rows:
             raise BridgeError(f"{self.matrix.name}: the scales of row {row} are not finite; the file is damaged")
 

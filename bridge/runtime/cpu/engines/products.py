@@ -15,7 +15,8 @@ from bridge.runtime.cpu.forms.layout import InterleavedLayout
 from bridge.system.cpu import targets
 from bridge.system.kernels.jit import CFunction, c_function, maker
 from bridge.system.kernels.memory import allocate, array_at, floats, free, next_line
-from bridge.system.threads.pool import MIN_BYTES_TO_SHARE, MIN_VALUES_TO_SHARE, run, share
+from bridge.system.threads.jobs import run
+from bridge.system.threads.pool import MIN_BYTES_TO_SHARE, MIN_VALUES_TO_SHARE, share
 
 _LEAST_OF_SEVERAL = 1 << 20  # bytes of weights, times tokens, to share: between a prompt's products other threads sleep
 _NEAR = 1 << 23  # bytes of weights that stay in the cache from one product to the next

@@ -10,7 +10,7 @@ import numpy as np
 from bridge.runtime.cpu.machine.emitter import Emitter
 from bridge.system.kernels import ir
 from bridge.system.kernels.jit import CFunction, c_function, intrinsic, maker, types
-from bridge.system.threads import pool
+from bridge.system.threads import pool, words
 
 _UNROLLED = 8  # vectors
 
@@ -35,7 +35,7 @@ def _read(start, sums, c, d, stride, f, g, first, last):
     for group in range(first, last):
         for line in range(0, stride, 64 * _UNROLLED):
             total ^= _sum_lines(start + group * stride + line)
-    pool.add(sums, 0, total)
+    words.add(sums, 0, total)
 
 
 @maker

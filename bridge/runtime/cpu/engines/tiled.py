@@ -18,7 +18,7 @@ from bridge.runtime.cpu.forms.repack import first_bad, group_start, moves, repac
 from bridge.system.cpu import targets
 from bridge.system.kernels.jit import CFunction, c_function, maker
 from bridge.system.kernels.memory import allocate, array_at, free, next_line, stack
-from bridge.system.threads import pool
+from bridge.system.threads.words import call
 
 _TILE = 1 << 17  # bytes
 _LINE = 64
@@ -48,8 +48,8 @@ def _tiles(block, x, y, blocks, stride, tokens, y_stride, first, last):
         end = min(start + tile, last)
         weights = space - start * stride
         bad = block + 8 * _BAD
-        pool.call(fields[_REPACK], fields[_RAW], rows, row_bytes, stride, codes_from, weights, bad, start, end)
-        pool.call(fields[_KERNEL], weights, x, y, blocks, stride, tokens, y_stride, start, end)
+        call(fields[_REPACK], fields[_RAW], rows, row_bytes, stride, codes_from, weights, bad, start, end)
+        call(fields[_KERNEL], weights, x, y, blocks, stride, tokens, y_stride, start, end)
     free(memory)
 
 
@@ -57,7 +57,7 @@ def _blocks(block, x, y, blocks, stride, tokens, y_stride, first, last):
     """`_tiles` for one vector; any other number, which only float32 kernels are given, is left to it."""
     fields = array_at(block, _WORDS, np.int64)
     if tokens != 1:
-        pool.call(fields[_TILED], block, x, y, blocks, stride, tokens, y_stride, first, last)
+        call(fields[_TILED], block, x, y, blocks, stride, tokens, y_stride, first, last)
         return
     rows, row_bytes = fields[_ROWS], fields[_ROW_BYTES]
     spare = allocate(lanes * row_bytes) if last * lanes > rows else 0
@@ -84,7 +84,7 @@ def _rows(block, x, y, blocks, stride, tokens, y_stride, first, last):
     """As `_blocks`, of a type whose blocks are multiplied as they are."""
     fields = array_at(block, _WORDS, np.int64)
     if tokens != 1:
-        pool.call(fields[_TILED], block, x, y, blocks, stride, tokens, y_stride, first, last)
+        call(fields[_TILED], block, x, y, blocks, stride, tokens, y_stride, first, last)
         return
     rows, row_bytes = fields[_ROWS], fields[_ROW_BYTES]
     spare = allocate(lanes * row_bytes) if last * lanes > rows else 0

@@ -20,7 +20,7 @@ from bridge.runtime.cpu.machine.emitter import Emitter
 from bridge.system.kernels import ir
 from bridge.system.kernels.jit import CFunction, c_function, inlined, inner, intrinsic, maker, specialize, types
 from bridge.system.kernels.memory import allocate, array_at, array_on_stack, free
-from bridge.system.threads.pool import write
+from bridge.system.threads.words import write
 
 _LINE = 64  # bytes of a cache line
 

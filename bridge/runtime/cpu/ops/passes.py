@@ -14,9 +14,9 @@ Which tokens there are says a place, int64 [PLACE]:
 Records of a turn are those of its columns together, see activations.py; the first of row r is `r * RECORD` bytes behind
 that of row 0, whatever passes the rows before it took.
 
-Products that do not depend on each other are one row of the table: threads meet once for all of them. They take ranges
-of row groups that shrink, so that few begin with memory that nobody fetched ahead, and the last are too small to be
-waited for: 5% faster from memory than the pool's own even chunks. A row group weighs as much as the turns it takes.
+Products that do not depend on each other are one row of the table: threads meet once for all of them. Each thread has
+the same part of every matrix that it has where the matrix is multiplied by itself, see threads/jobs.py. A row group
+weighs as much as the turns it takes.
 """
 
 from collections.abc import Iterable
@@ -25,13 +25,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bridge.runtime.cpu.forms.activations import quantize_function, record_bytes
-from bridge.runtime.cpu.ops.program import Program
+from bridge.runtime.cpu.ops.program import Program, address, every_token, in_pieces
 from bridge.system.cpu import targets
 from bridge.system.kernels.jit import CFunction, c_function, inner, maker
 from bridge.system.kernels.memory import array_at
 from bridge.system.threads import pool
+from bridge.system.threads.words import call
 
-_LEAST = 1 << 16  # bytes of weights, each time that they are read, that a range has at least
+_LEAST = 1 << 16  # bytes of weights of an item, each time that they are read
 
 FIRST, TOKENS, ONE_PASS, PLACE = range(4)
 # words of a kernel: its columns, addresses of it, its weights and what makes its records, bytes of a token's records
@@ -89,7 +90,7 @@ def make_records(kernels, place, x, x_stride, out, count, first, last):
         begin, end = max(first, done), min(last, stop)
         if begin < end:
             source, target = x + x_stride * done, out + k[RECORD] * (place[FIRST] + done)
-            pool.call(k[QUANTIZE], source, target, count, k[COLUMNS], 0, 0, 0, begin - done, end - done)
+            call(k[QUANTIZE], source, target, count, k[COLUMNS], 0, 0, 0, begin - done, end - done)
         done = stop
 
 
@@ -119,36 +120,41 @@ def _multiply(fields, start, stop):
         kind, turns = next_pass(kernels, tokens - done, place[ONE_PASS])
         k, row = kernels[kind], place[FIRST] + done
         x, out = records + k[RECORD] * row, y + y_stride * row
-        pool.call(k[KERNEL], k[WEIGHTS], x, out, blocks, stride, turns, y_stride, start, stop)
+        call(k[KERNEL], k[WEIGHTS], x, out, blocks, stride, turns, y_stride, start, stop)
         done += turns * k[COLUMNS]
 
 
-def _several(block, parts, ranges, _0, _1, _2, _3, first, last):
-    """Ranges first..last-1 of the row groups of several products, in the order of these.
+def _several(block, parts, threads, each, _0, _1, _2, first, last):
+    """Items first..last-1 of several products, the fields of each Product at `block`: `each` items for every thread.
 
-    block: the fields of each Product, then ranges + 1 bounds, as shares of the last one. A row group belongs to the
-    range that its first turn is in.
+    A thread's items are equal ranges of the turns of its row groups, numbered through its parts of all products. A row
+    group belongs to the item that its first turn is in.
     """
     fields = array_at(block, (parts, FIELDS), np.int64)
-    bounds = array_at(block + 8 * FIELDS * parts, ranges + 1, np.int64)
-    work = 0
-    for i in range(parts):
-        work += _turns(fields[i]) * fields[i, FIELDS - 1]
-    for item in range(first, last):
-        begin = bounds[item] * work // bounds[ranges]
-        end = bounds[item + 1] * work // bounds[ranges]
+    while first < last:
+        thread = first // each
+        stop = min(last, each * (thread + 1))
+        work = 0
+        for i in range(parts):
+            groups = fields[i, FIELDS - 1]
+            work += _turns(fields[i]) * (groups * (thread + 1) // threads - groups * thread // threads)
+        begin = work * (first - each * thread) // each
+        end = work * (stop - each * thread) // each
         for i in range(parts):
             turns, groups = _turns(fields[i]), fields[i, FIELDS - 1]
             if turns == 0:
                 continue
+            part = groups * thread // threads
+            length = groups * (thread + 1) // threads - part
             start = (max(begin, 0) + turns - 1) // turns
-            stop = min((max(end, 0) + turns - 1) // turns, groups)
-            if start < stop:
-                _multiply(fields[i], start, stop)
-            begin -= groups * turns
-            end -= groups * turns
+            beyond = min((max(end, 0) + turns - 1) // turns, length)
+            if start < beyond:
+                _multiply(fields[i], part + start, part + beyond)
+            begin -= length * turns
+            end -= length * turns
             if end <= 0:
                 break
+        first = stop
 
 
 FUNCTIONS = {"records": _records, "several": _several}
@@ -160,30 +166,28 @@ def function(name: str) -> CFunction:
     return c_function(FUNCTIONS[name])
 
 
+def add_records(program: Program, x: np.ndarray, out: np.ndarray, kernels: np.ndarray, place: np.ndarray) -> None:
+    """Add the records uint8 of x float32 [n, in] at a place, for kernels int64 [kinds, WORDS]."""
+    tokens, count = x.shape
+    pieces, width, shared = in_pieces(x)
+    if pieces > tokens:
+        quantize = int(kernels[0, QUANTIZE])
+        program.add(quantize, address(x), address(out), width, 1, items=pieces, shared=shared)
+        return
+    arguments = address(x), address(out), count, address(kernels), len(kernels), address(place)
+    program.add(function("records"), *arguments, items=every_token, shared=shared)
+
+
 def add_products(program: Program, products: list[Product], turns: int) -> None:
     """Add products that do not depend on each other, whose row groups take so many turns in all, more or less."""
     size = turns * sum(p.groups * p.stride for p in products) // sum(p.groups for p in products)
-    bounds = _shrinking(turns, max(1, _LEAST * turns // size), pool.get_num_threads())
-    block = np.array([*[word for p in products for word in p], *bounds], np.int64)
+    threads = pool.get_num_threads()
+    each = max(1, size // (_LEAST * threads))
+    block = np.array([word for p in products for word in p], np.int64)
     program.keep(block)
-    ranges = len(bounds) - 1
     worth = size >= pool.MIN_BYTES_TO_SHARE
-    program.add(function("several"), block.ctypes.data, len(products), ranges, items=ranges, shared=worth)
-
-
-def _shrinking(count: int, least: int, threads: int) -> list[int]:
-    """Bounds of ranges, in rounds of one per thread: each round is four fifths of what is left ("factoring", Hummel et
-    al. 1992). The largest come last: threads take the last first.
-    """
-    sizes: list[int] = []
-    left = count
-    while left:
-        size = max(least, left * 4 // (5 * threads))
-        for _ in range(threads):
-            if left:
-                sizes.append(min(left, size))
-                left -= sizes[-1]
-    return [0, *np.cumsum(sizes[::-1]).tolist()]
+    arguments = block.ctypes.data, len(products), threads, each
+    program.add(function("several"), *arguments, items=threads * each, shared=worth)
 
 
 class Kernels:

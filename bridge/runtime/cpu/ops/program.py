@@ -15,6 +15,8 @@ from bridge.system.kernels.jit import CFunction
 from bridge.system.threads import pool
 from bridge.system.threads.pool import ITEMS, WORDS
 
+_WIDE = 8192  # values: 6 to 8 us of one thread; 64 threads meet in some 3
+_PIECE = 256  # values, the longest block
 _COLUMNS = 8  # of the widest kernel: buffers have rows for all of them
 _LINE = 64  # bytes
 
@@ -106,6 +108,17 @@ class Scratch:
         """float32 [n, columns], with the room after it that those of `buffer` have."""
         padded = -(-n // _COLUMNS) * _COLUMNS
         return self.memory(name, 4 * padded * columns).view(np.float32).reshape(padded, columns)[:n]
+
+
+def in_pieces(x: np.ndarray) -> tuple[int, int, bool]:
+    """Rows and their width as which x [tokens, width] is rounded or activated, and whether threads share them.
+
+    Blocks of a wide token are as good as tokens: its records, of a kernel of one column, follow one another.
+    """
+    tokens, width = x.shape
+    if tokens == 1 and width >= _WIDE and width % _PIECE == 0:
+        return width // _PIECE, _PIECE, True
+    return tokens, width, x.size > pool.MIN_VALUES_TO_SHARE
 
 
 def buffer(n: int, columns: int) -> np.ndarray:
