@@ -336,6 +336,40 @@ def test_unpacked_blocks_give_the_same_sums_as_the_repacked_form(name, monkeypat
         np.testing.assert_array_equal(other, sums[0])
 
 
+@pytest.mark.parametrize("block", [block for block in READ.values() if block.is_k], ids=str)
+def test_scaled_sums_of_32_columns_are_exact_in_float32(block):
+    values = block.values or (-block.zero, block.levels - 1 - block.zero)
+    largest = max(map(abs, values)) * max(block.scale_hi * (1 + block.odd_scales) + block.odd_scales, -block.scale_lo)
+    assert 32 * 128 * largest <= 2**24
+
+
+@pytest.mark.parametrize("name", ["Q2_K", "Q3_K", "Q4_K", "Q6_K", "IQ2_XS", "IQ4_XS", "Q4_1", "Q8_0"])
+def test_kernels_of_several_columns_have_the_sums_of_one_to_the_last_bit(name):
+    """With the largest of all scales and codes too, whose sums float32 just holds."""
+    block, target = READ[name], "avx512vbmi"
+    isa = targets.isa(target)
+    columns, rows = block.size * 2, 2 * isa.lanes
+    form = layout.InterleavedLayout(block, isa.lanes)
+    tensor, _ = random_matrix(block, rows, columns)
+    raw = tensor.raw.reshape(rows, -1).copy()
+    raw[:4] = np.array([0, 255, 0x80, 0x7F], np.uint8)[:, None]
+    put_d(block, raw.reshape(rows, 2, -1), np.ones((rows, 2), np.float16))
+    put_dmin(block, raw.reshape(rows, 2, -1), np.ones((rows, 2), np.float16))
+    memory = np.zeros(2 * form.stride(2), np.uint8)
+    repacked_into(memory, raw, block, form)
+    x = np.random.default_rng(5).standard_normal((max(isa.widths), columns)).astype(np.float32)
+    x[0], x[1] = 1, -1
+    sums = []
+    for width in isa.widths:
+        records = activations.records(x, block, width, form=interleaved.form(name, target, width, True))
+        y = np.full((len(x), rows), np.nan, np.float32)
+        sizes = 2, form.stride(2), len(x) // width, 4 * rows, 0, 2
+        kernel_twin.kernel(name, target, width)(memory.ctypes.data, records.ctypes.data, y.ctypes.data, *sizes)
+        sums.append(y)
+    for other in sums[1:]:
+        np.testing.assert_array_equal(other, sums[0])
+
+
 @pytest.mark.skipif("avx2" not in HERE, reason="needs AVX2")
 @pytest.mark.parametrize(
     "name", ["IQ2_XS", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("IQ2_XXS", "IQ3_XXS", "IQ3_S"))]

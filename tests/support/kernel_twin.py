@@ -65,6 +65,7 @@ class Twin:
         self.signed_dots: bool = target.signed_dots
         self.index_bits: int = target.index_bits
         self.fuses_scales: bool = target.fuses_scales
+        self.float_scales: bool = target.float_scales
 
     def read(self, address: int, dtype: Any, count: int) -> np.ndarray:
         return np.frombuffer(ctypes.string_at(address, np.dtype(dtype).itemsize * count), dtype)

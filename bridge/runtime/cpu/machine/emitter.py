@@ -37,6 +37,7 @@ class Emitter:
         self.signed_dots: bool = target.signed_dots
         self.index_bits: int = target.index_bits
         self.fuses_scales: bool = target.fuses_scales
+        self.float_scales: bool = target.float_scales
         self.ints = ir.VectorType(ir.I32, self.lanes)
         self.floats = ir.VectorType(ir.F32, self.lanes)
         self.bytes = ir.VectorType(ir.I8, 4 * self.lanes)
