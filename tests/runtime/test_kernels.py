@@ -22,6 +22,7 @@ from bridge.runtime.bench import put_d, put_dmin
 from bridge.runtime.cpu.engines import filerows, interleaved, superblock, unpacked
 from bridge.runtime.cpu.engines.portable import RowMajor
 from bridge.runtime.cpu.engines.prepared import Prepared
+from bridge.runtime.cpu.engines.products import Interleaved
 from bridge.runtime.cpu.engines.tiled import Tiled
 from bridge.runtime.cpu.forms import activations, layout, repack
 from bridge.runtime.cpu.machine.emitter import Emitter
@@ -334,6 +335,23 @@ def test_unpacked_blocks_give_the_same_sums_as_the_repacked_form(name, monkeypat
         sums.append(y)
     for other in sums[1:]:
         np.testing.assert_array_equal(other, sums[0])
+
+
+@pytest.mark.parametrize("target", targets.FEATURES)
+def test_passes_take_all_tokens_and_leave_few_columns_unused(target):
+    tensor, _ = random_matrix(BLOCKS["Q8_0"], 16, 32)
+    engine = Tiled(tensor, target)
+    for tokens in range(1, 100):
+        for passes in (Interleaved.passes(engine, tokens), engine.passes(tokens)):
+            assert sum(count for count, _ in passes) == tokens
+            assert sum(-count % width for count, width in passes) < 8
+        assert tokens > max(engine.widths) or len(Interleaved.passes(engine, tokens)) <= 1 + (tokens > 8)
+
+
+def test_the_kernel_of_16_columns_is_for_many_tokens():
+    engine = Tiled(random_matrix(BLOCKS["Q8_0"], 16, 32)[0], "avx512")
+    assert [Interleaved.passes(engine, n) for n in (9, 31)] == [[(8, 8), (1, 1)], [(16, 16), (8, 8), (7, 8)]]
+    assert [engine.passes(n) for n in (5, 9, 20, 500)] == [[(5, 8)], [(9, 8)], [(20, 8)], [(500, 16)]]
 
 
 @pytest.mark.parametrize("block", [block for block in READ.values() if block.is_k], ids=str)

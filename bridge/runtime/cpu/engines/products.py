@@ -18,6 +18,7 @@ from bridge.system.kernels.memory import allocate, array_at, floats, free, next_
 from bridge.system.threads.pool import MIN_BYTES_TO_SHARE, call, run, share
 
 _LEAST_OF_SEVERAL = 1 << 20  # bytes of weights, times tokens, to share: between a prompt's products other threads sleep
+FEW = 8  # tokens that take one pass over the weights; what more of them take is arithmetic, not reading
 _NEAR = 1 << 23  # bytes of weights that stay in the cache from one product to the next
 
 _numbers = count(1)
@@ -122,10 +123,13 @@ class Interleaved:
 
     def passes(self, tokens: int) -> list[tuple[int, int]]:
         """(tokens, columns of the kernel) of each pass over the weights."""
-        widest = self.widths[-1]
-        full = tokens // widest * widest
-        rest = [(tokens - full, self._width(tokens - full))] if full < tokens else []
-        return [(full, widest), *rest] if full else rest
+        passes = []
+        for width in reversed(self.widths):
+            full = tokens // width * width
+            if full and (width >= FEW or width == self.widths[-1]):
+                passes.append((full, width))
+                tokens -= full
+        return [*passes, (tokens, self._width(tokens))] if tokens else passes
 
     def columns(self, tokens: int, integer: bool) -> int:
         """Columns of the kernel for so many tokens in a table of calls."""

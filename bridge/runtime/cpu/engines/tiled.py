@@ -13,7 +13,7 @@ import numpy as np
 from bridge.errors import BridgeError
 from bridge.runtime.cpu.engines import filerows, interleaved
 from bridge.runtime.cpu.engines.portable import RawMatrix
-from bridge.runtime.cpu.engines.products import Interleaved
+from bridge.runtime.cpu.engines.products import FEW, Interleaved
 from bridge.runtime.cpu.forms.repack import first_bad, group_start, moves, repacker
 from bridge.system.cpu import targets
 from bridge.system.kernels.jit import CFunction, c_function, maker
@@ -154,7 +154,11 @@ class Tiled(Interleaved):
         return [interleaved.kernel(name, target, columns, integer, True), repacker(name, self.lanes), called]
 
     def passes(self, tokens: int) -> list[tuple[int, int]]:
-        return [(tokens, self._width(tokens))] if tokens else []  # each pass repacks
+        """One, as each repacks: with the widest kernel, if its unused columns are few."""
+        width = self._width(tokens)
+        if 16 * (-tokens % width) > tokens > FEW:
+            width = min(width, FEW)
+        return [(tokens, width)] if tokens else []
 
     def run(self, x: np.ndarray, y: np.ndarray, integer: bool) -> None:
         super().run(x, y, integer)

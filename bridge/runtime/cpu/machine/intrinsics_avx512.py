@@ -29,6 +29,6 @@ def vpdpbusd(instruction, v, parts, words, x, places, bits) -> list[ir.Value]:
 
 
 ISA = InstructionSet(
-    16, (1, 4, 8), emit_look_up, partial(vpdpbusd, "llvm.x86.avx512.vpdpbusd.512"), row_bits=7, float_scales=True,
+    16, (1, 4, 8, 16), emit_look_up, partial(vpdpbusd, "llvm.x86.avx512.vpdpbusd.512"), row_bits=7, float_scales=True,
     emit_row_dots=partial(row_dots, MULTIPLY, WIDEN),  # without VNNI: int16 are interleaved in fewer instructions
 )  # fmt: skip

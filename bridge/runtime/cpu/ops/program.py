@@ -20,7 +20,7 @@ from bridge.system.threads import pool
 from bridge.system.threads.pool import ITEMS, WORDS
 
 _LEAST = 1 << 16  # bytes of weights that a range has at least
-_COLUMNS = 8  # of the widest kernel: buffers have rows for all of them
+_COLUMNS = 8, 16  # of the widest kernels: for so many tokens, and for more; buffers have rows for all of them
 
 
 class Program:
@@ -184,7 +184,8 @@ class KernelSlots:
 
 def buffer(n: int, columns: int) -> np.ndarray:
     """float32 [n, columns], with room after it for a kernel's unused columns, or a last row group beyond the rows."""
-    padded = -(-n // _COLUMNS) * _COLUMNS if n > 1 else 1
+    columns_of_kernel = _COLUMNS[n > _COLUMNS[0]]
+    padded = -(-n // columns_of_kernel) * columns_of_kernel if n > 1 else 1
     return np.zeros(padded * columns + 16, np.float32)[: n * columns].reshape(n, columns)
 
 
