@@ -318,7 +318,7 @@ def test_unpacked_blocks_give_the_same_sums_as_the_repacked_form(name, monkeypat
     block, isa = READ[name], targets.isa("avx2")
     lanes, groups = isa.lanes, 3
     columns, rows = block.size * 2, groups * lanes
-    assert unpacked.unpacks(isa, 4)
+    assert unpacked.unpacks(isa, block, 4)
     tensor, _ = random_matrix(block, rows, columns)
     form = layout.InterleavedLayout(block, lanes)
     memory = np.zeros(groups * form.stride(2), np.uint8)
