@@ -55,8 +55,8 @@ def counted(type: str, width: int, rounds: int) -> tuple[float, float]:
     count = instructions(assembly(kernel, host()))
     isa = targets.isa(engine.target)
     rows = engine.lanes
-    if unpacked.unpacks(isa, width):
-        rows *= unpacked.UnpackedLayout(block, engine.lanes).groups
+    if unpacked.unpacks(isa, block, width):
+        rows *= unpacked.row_groups(isa, block)
     return 1000 * count / (rows * block.size * width), y.size * COLUMNS / min(times)
 
 

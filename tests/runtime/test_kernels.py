@@ -19,7 +19,7 @@ from bridge.blocks.read import READ
 from bridge.errors import BridgeError
 from bridge.runtime import QuantTensor
 from bridge.runtime.bench import put_d, put_dmin
-from bridge.runtime.cpu.engines import dequantize, filerows, interleaved, superblock, unpacked
+from bridge.runtime.cpu.engines import dequantize, filerows, interleaved, superblock, turns, unpacked
 from bridge.runtime.cpu.engines.portable import Dequantizing, RowMajor
 from bridge.runtime.cpu.engines.prepared import Prepared
 from bridge.runtime.cpu.engines.tiled import Tiled
@@ -317,7 +317,7 @@ def test_unpacked_blocks_give_the_same_sums_as_the_repacked_form(name, monkeypat
     block, isa = READ[name], targets.isa("avx2")
     lanes, groups = isa.lanes, 3
     columns, rows = block.size * 2, groups * lanes
-    assert unpacked.unpacks(isa, 4)
+    assert unpacked.unpacks(isa, block, 4)
     tensor, _ = random_matrix(block, rows, columns)
     form = layout.InterleavedLayout(block, lanes)
     memory = np.zeros(groups * form.stride(2), np.uint8)
@@ -331,6 +331,66 @@ def test_unpacked_blocks_give_the_same_sums_as_the_repacked_form(name, monkeypat
         y = np.full((8, rows), np.nan, np.float32)
         sizes = 2, form.stride(2), 8 // width, 4 * rows, 0, groups
         kernel_twin.kernel(name, "avx2", width)(memory.ctypes.data, records.ctypes.data, y.ctypes.data, *sizes)
+        sums.append(y)
+    for other in sums[1:]:
+        np.testing.assert_array_equal(other, sums[0])
+
+
+@pytest.mark.parametrize("target", targets.FEATURES)
+@pytest.mark.parametrize("one_pass", [False, True])
+def test_passes_take_all_tokens_and_leave_few_columns_unused(target: str, one_pass: bool) -> None:
+    widths = targets.isa(target).widths
+    for tokens in range(1, 100):
+        passes = turns.split(widths, tokens, one_pass)
+        assert sum(count for count, _ in passes) == tokens
+        assert {width for _, width in passes} <= set(widths)
+        assert sum(-count % width for count, width in passes) < 8
+        assert len(passes) == 1 or ((tokens > widths[-1] or tokens > 8) and not one_pass)
+
+
+def test_the_kernel_of_16_columns_is_for_many_tokens() -> None:
+    widths = targets.isa("avx512").widths
+    assert [turns.split(widths, n, False) for n in (9, 31)] == [[(8, 8), (1, 1)], [(16, 16), (8, 8), (7, 8)]]
+    assert [turns.split(widths, n, True) for n in (5, 9, 20, 500)] == [[(5, 8)], [(9, 8)], [(20, 8)], [(500, 16)]]
+
+
+@pytest.mark.parametrize("widths", [(1,), (1, 2, 4), (1, 4, 8, 16)])
+def test_turns_are_the_same_in_compiled_code(widths: tuple[int, ...]) -> None:
+    kernels = np.array(widths)[:, None].copy()
+    for tokens in range(1, 60):
+        for one_pass in (False, True):
+            assert turns.next_turns(kernels, tokens, one_pass) == turns.next_turns.py_func(kernels, tokens, one_pass)
+
+
+@pytest.mark.parametrize("block", [block for block in READ.values() if block.is_k], ids=str)
+def test_scaled_sums_of_32_columns_are_exact_in_float32(block):
+    values = block.values or (-block.zero, block.levels - 1 - block.zero)
+    largest = max(map(abs, values)) * max(block.scale_hi * (1 + block.odd_scales) + block.odd_scales, -block.scale_lo)
+    assert 32 * 128 * largest <= 2**24
+
+
+@pytest.mark.parametrize("name", ["Q2_K", "Q3_K", "Q4_K", "Q6_K", "IQ2_XS", "IQ4_XS", "Q4_1", "Q8_0"])
+def test_kernels_of_several_columns_have_the_sums_of_one_to_the_last_bit(name):
+    """With the largest of all scales and codes too, whose sums float32 just holds."""
+    block, target = READ[name], "avx512vbmi"
+    isa = targets.isa(target)
+    columns, rows = block.size * 2, 2 * isa.lanes
+    form = layout.InterleavedLayout(block, isa.lanes)
+    tensor, _ = random_matrix(block, rows, columns)
+    raw = tensor.raw.reshape(rows, -1).copy()
+    raw[:4] = np.array([0, 255, 0x80, 0x7F], np.uint8)[:, None]
+    put_d(block, raw.reshape(rows, 2, -1), np.ones((rows, 2), np.float16))
+    put_dmin(block, raw.reshape(rows, 2, -1), np.ones((rows, 2), np.float16))
+    memory = np.zeros(2 * form.stride(2), np.uint8)
+    repacked_into(memory, raw, block, form)
+    x = np.random.default_rng(5).standard_normal((max(isa.widths), columns)).astype(np.float32)
+    x[0], x[1] = 1, -1
+    sums = []
+    for width in isa.widths:
+        records = activations.records(x, block, width, form=interleaved.form(name, target, width, True))
+        y = np.full((len(x), rows), np.nan, np.float32)
+        sizes = 2, form.stride(2), len(x) // width, 4 * rows, 0, 2
+        kernel_twin.kernel(name, target, width)(memory.ctypes.data, records.ctypes.data, y.ctypes.data, *sizes)
         sums.append(y)
     for other in sums[1:]:
         np.testing.assert_array_equal(other, sums[0])

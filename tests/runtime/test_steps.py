@@ -69,7 +69,7 @@ def test_one_table_multiplies_any_number_of_tokens(type: str) -> None:
 
 
 @pytest.mark.parametrize("precision", ["int8", "f32"])
-@pytest.mark.parametrize("type", ["Q4_0", "Q4_K", "Q5_1", "Q6_K", "IQ4_XS"])
+@pytest.mark.parametrize("type", ["Q4_0", "Q4_K", "Q5_1", "Q6_K", "Q2_K"])
 @pytest.mark.parametrize("width", [8192, 8192 + 256, 1024])
 def test_a_wide_tokens_records_are_those_of_its_pieces(type: str, precision: str, width: int) -> None:
     integer = precision == "int8"

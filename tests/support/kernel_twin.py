@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from bridge.blocks.read import READ
 from bridge.runtime.cpu.engines import interleaved, unpacked
 from bridge.runtime.cpu.machine.instruction_set import InstructionSet
 from bridge.runtime.cpu.machine.intrinsics_avx2 import words_together
@@ -18,7 +19,7 @@ from bridge.system.cpu import targets
 
 def kernel(name: str, target: str, width: int) -> Callable[..., None]:
     """`interleaved.kernel` of a type for int8 values: it runs, slowly, where the target does not."""
-    if unpacked.unpacks(targets.isa(target), width):
+    if unpacked.unpacks(targets.isa(target), READ[name], width):
         return _unpacking_kernel(name, target, width)
     sizes, made_of = interleaved._scope(name, target, width, True)
     return FunctionType(interleaved._rows.__code__, {**vars(interleaved), **sizes, **_functions(*made_of)})
@@ -65,6 +66,7 @@ class Twin:
         self.signed_dots: bool = target.signed_dots
         self.index_bits: int = target.index_bits
         self.fuses_scales: bool = target.fuses_scales
+        self.float_scales: bool = target.float_scales
 
     def read(self, address: int, dtype: Any, count: int) -> np.ndarray:
         return np.frombuffer(ctypes.string_at(address, np.dtype(dtype).itemsize * count), dtype)
@@ -133,6 +135,10 @@ class Twin:
     def sub_bytes(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         return (a.view(np.uint8) - b.view(np.uint8)).view(np.int32)
 
+    def mul_bytes(self, word: np.ndarray, factor: np.ndarray) -> np.ndarray:
+        products = np.ascontiguousarray(word).view(np.uint8).reshape(-1, 4) * factor.astype(np.uint8)[:, None]
+        return products.view(np.int32).reshape(-1)
+
     def mul(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         return a * b
 
@@ -191,7 +197,10 @@ class Twin:
                     sums[c] += sum(digit.sum(1, dtype=np.int32) for digit in digits) << right
                 else:
                     quads = [self.read(x + offset, np.uint8, 4) for offset in row]
-                    sums[c] += _digit_dots(self.zero(), digits, quads, words_together(8, magnitude)) << right
+                    if self.fuses_scales:
+                        sums[c] += _digit_dots(self.zero(), digits, quads, words_together(8, magnitude)) << right
+                    else:
+                        sums[c] = _unsigned_dots(sums[c], digits, quads, bits)
         return sums
 
     def doubled_short(self, value: np.ndarray) -> np.ndarray:

@@ -16,7 +16,7 @@ from bridge.system.kernels import compiling
 if TYPE_CHECKING:
     from bridge.blocks.base import BlockType
 
-_WIDTHS = 2, 3, 9  # tokens of prompts that take kernels of all widths
+_WIDTHS = 2, 3, 9, 16  # tokens of prompts that take kernels of all widths
 
 
 def add_parser(commands: Any) -> None:

@@ -228,14 +228,17 @@ class Decoder:
 
     def _compiled(self, machine: CpuMachine) -> Steps:
         """Its program, made where it is not yet; what that calls is compiled."""
-        columns = self._kernels.columns(machine.count, self.config.experts > 0)
-        if machine.program is None or not columns <= self._kernels.needed:
-            compile_all(self._functions(machine))  # tables hold addresses
-            self._kernels.need(columns)
-        if machine.program is not None:
-            return machine.program
-        program = machine.build(self._kernels)
-        compile_all([*machine.embedding.functions(), *program.functions(), *pool.functions()])
+        program, kernels, surrounding = machine.program, self._kernels, []
+        if program is None:
+            compile_all(self._functions(machine))
+            program = machine.build(kernels)
+            surrounding = [*machine.embedding.functions(), *pool.functions()]
+        columns = kernels.columns(machine.count, self.config.experts > 0)
+        if not columns <= kernels.needed:
+            compile_all(self._functions(machine))
+            kernels.need(columns)
+        if surrounding:
+            compile_all([*surrounding, *program.functions()])
         return program
 
     def _functions(self, machine: CpuMachine) -> list[CFunction]:

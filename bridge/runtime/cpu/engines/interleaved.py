@@ -97,7 +97,7 @@ def kernel(name: str, target: str, width: int, integer: bool, near: bool = False
     cpu = machine.host().cpu
     ahead, level = ((), 1) if near or isa.lanes == 4 else AHEAD.get(cpu, elsewhere)
     cpu_suffix = f"_{cpu}" if ahead and cpu in AHEAD else ""
-    if integer and unpacked.unpacks(isa, width):
+    if integer and unpacked.unpacks(isa, READ[name], width):
         return unpacked.kernel(name, target, width, ahead, level, cpu_suffix)
     if near and isa.lanes == 4:  # nothing is prefetched anyhow
         return kernel(name, target, width, integer)
@@ -111,7 +111,7 @@ def form(name: str, target: str, width: int, integer: bool) -> str:
     isa = targets.isa(target)
     if not integer or width == 1:
         return PLAIN
-    if unpacked.unpacks(isa, width):
+    if unpacked.unpacks(isa, READ[name], width):
         return unpacked.form(READ[name])
     return PAIRED if isa.paired else PLAIN
 

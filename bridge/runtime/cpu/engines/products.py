@@ -10,6 +10,7 @@ import numpy as np
 from bridge.blocks.read import READ
 from bridge.runtime.cpu.engines import interleaved
 from bridge.runtime.cpu.engines.portable import Dequantizing, RawMatrix
+from bridge.runtime.cpu.engines.turns import split
 from bridge.runtime.cpu.forms.activations import quantize_function, record_bytes
 from bridge.runtime.cpu.forms.layout import InterleavedLayout
 from bridge.system.cpu import targets
@@ -143,12 +144,7 @@ class Interleaved:
 
     def passes(self, tokens: int, integer: bool) -> list[tuple[int, int]]:
         """(tokens, columns of the kernel) of each pass over the weights; there are float kernels of one column."""
-        if not integer:
-            return [(tokens, 1)]
-        widest = self.widths[-1]
-        full = tokens // widest * widest
-        rest = [(tokens - full, self._width(tokens - full))] if full < tokens else []
-        return [(full, widest), *rest] if full else rest
+        return split(self.columns(integer), tokens, self.repacks)
 
     def columns(self, integer: bool) -> tuple[int, ...]:
         """The columns of its kernels, the widest last."""
@@ -157,9 +153,6 @@ class Interleaved:
     def form(self, columns: int, integer: bool) -> str:
         """The form of the records that the kernel of so many columns reads, see activations.py."""
         return interleaved.form(self.block.name, self.target, columns, integer)
-
-    def _width(self, tokens: int) -> int:
-        return next((width for width in self.widths if width >= tokens), self.widths[-1])
 
     def _pass(self, x: np.ndarray, y: np.ndarray, columns: int, integer: bool) -> None:
         global _last

@@ -16,7 +16,8 @@ A table type with d has the sum of a scaled or plain type, with u in place of q 
 stands for 2*sc_j + 1 and d for unit*d.
 
 x_j are the int8 values of sub-block j, s_j their sum, dx_g the scale of x for 32 columns, e*t_j is dx_g*s_j: see
-activations.py. Sums over 32 columns are exact in int32; above them float32 rounds once for every 32 columns.
+activations.py. Sums over 32 columns are exact in int32, and times sc_j in float32 too, where they reach 2^24 at most.
+Above them float32 rounds once for every 32 columns.
 """
 
 from collections.abc import Callable
@@ -221,6 +222,7 @@ def k_block(
         scales = [computed(word()) for word in scales]
     per_group = 32 // block.sub
     sums: list[Any] = [None for _ in columns]
+    in_floats = v.float_scales and len(totals) > 1  # for one column, to convert the scale takes as long
     # on Arm, LLVM would move loads and sums of all groups past one another and spill most of them
     in_turn = v.lanes == 4
     for group in range(block.size // 32):
@@ -239,13 +241,15 @@ def k_block(
                 continue
             parts = source.dots(parts, j, x)
             scale = scale_code(v, scales, j, layout)
+            if in_floats:
+                scale = v.to_float(scale)
+                parts = [v.to_float(part) for part in parts]
             for c in columns:
-                product = v.mul(parts[c], v.of_rows(scale, c))
-                inner[c] = product if inner[c] is None else v.add(inner[c], product)
+                inner[c] = _plus_product(v, inner[c], parts[c], v.of_rows(scale, c), in_floats)
         d_at = fields_at(record, columns, record.d_at + 4 * group)
         for c in columns:
             dx = v.of_column_float(x, d_at, c)
-            value = v.to_float(inner[c])
+            value = inner[c] if in_floats else v.to_float(inner[c])
             sums[c] = v.fmul(value, dx) if sums[c] is None else v.fma(value, dx, sums[c])
             if in_turn:
                 sums[c] = v.in_order(sums[c])
@@ -255,6 +259,14 @@ def k_block(
         dmin = v.fneg(v.load_half(halves, 2 * v.lanes))
         return plus_mins(v, block, totals, scales[block.subs // 4 :], layout.scale_bits, dmin, x)
     return totals
+
+
+def _plus_product(v: Any, total: Any, value: Any, scale: Any, in_floats: bool) -> Any:
+    """total (None: 0) + value * scale, in float32 or int32."""
+    if in_floats:
+        return v.fmul(value, scale) if total is None else v.fma(value, scale, total)
+    product = v.mul(value, scale)
+    return product if total is None else v.add(total, product)
 
 
 def plus_mins(v: Any, block: BlockType, totals: list[Any], mins: list[Any], bits: int, dmin: Any, x: Any) -> list[Any]:

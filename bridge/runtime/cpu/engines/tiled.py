@@ -155,9 +155,6 @@ class Tiled(Interleaved):
             return [called]
         return [interleaved.kernel(name, target, columns, integer, True), repacker(name, self.lanes), called]
 
-    def passes(self, tokens: int, integer: bool) -> list[tuple[int, int]]:
-        return [(tokens, self._width(tokens) if integer else 1)] if tokens else []  # each pass repacks
-
     def check(self) -> None:
         bad = max((int(block[_BAD]) for block in self._blocks), default=-1)
         if bad >= 0:

@@ -1,4 +1,5 @@
-"""Kernels of four columns that unpack a block before all tokens pass over it: AVX2's.
+"""Kernels that unpack a block before all tokens pass over it: those of four columns for AVX2, and with AVX-512's VNNI
+those of 16 columns for types whose codes are multiplied by their scales then, see scaled.py. The rest is about AVX2.
 
 Shifts, masks and tables are then paid once for all tokens, and the 16 registers hold what a tile of 16 rows and four
 columns takes: a broadcast of x serves two groups of rows. On a Zen 4 two loads a cycle are the limit otherwise, and
@@ -16,6 +17,7 @@ from typing import Any
 
 from bridge.blocks import BlockType
 from bridge.blocks.read import READ
+from bridge.runtime.cpu.engines import scaled
 from bridge.runtime.cpu.engines.superblock import (
     codes_of_group,
     fields_at,
@@ -48,17 +50,24 @@ sums: Any = None
 columns = lanes = record = block_bytes = halves_bytes = unpacked_bytes = groups = 0
 
 _TILE = 5 << 16  # bytes of records: 8 blocks of a K-quant for 128 tokens
-_TURNS = 32  # groups of `columns` tokens in a tile at most
+_TOKENS = 128  # in a tile at most
 
 
-def unpacks(target: InstructionSet, width: int) -> bool:
-    """Whether the kernel for so many columns of x unpacks blocks first: for two, that takes longer than it saves."""
+def unpacks(target: InstructionSet, block: BlockType, width: int) -> bool:
+    """Whether the kernel for so many columns of x unpacks blocks first: for few, that takes longer than it saves."""
+    if target.scales_codes:
+        return width > 8 and scaled.fits(block)
     return target.unpacks and width > 2
 
 
 def form(block: BlockType) -> str:
     """The form of the records that these kernels read, see activations.py."""
     return UNSIGNED if block.lift else PLAIN
+
+
+def row_groups(target: InstructionSet, block: BlockType) -> int:
+    """Row groups that are multiplied at once."""
+    return 1 if target.scales_codes else UnpackedLayout(block, target.lanes).groups
 
 
 def unpack_block(v: Any, layout: InterleavedLayout, weights: Any, halves: Any, space: Any) -> None:
@@ -198,7 +207,7 @@ def _rows(weights, x, y, blocks, stride, tokens, y_stride, first, last):
     unpacked = space()
     totals_at = sums()
     turn = groups * columns * lanes
-    together = min(_TURNS, tokens)
+    together = min(_TOKENS // columns, tokens)
     ranges = -(-blocks * together * columns * record // _TILE)
     reach = -(-blocks // ranges)
     for start in range(0, tokens, together):
@@ -214,14 +223,14 @@ def _rows(weights, x, y, blocks, stride, tokens, y_stride, first, last):
                         store_group(part, totals_at + 4 * (turn * t + r * columns * lanes), 4 * lanes)
                 for b in range(begin, end):
                     for r in range(groups):  # the last one twice if there is no other
-                        halves = weights + min(group + r, last - 1) * stride
-                        codes = halves + codes_from + b * block_bytes
-                        unpack(codes, halves + b * halves_bytes, unpacked + r * unpacked_bytes)
+                        row_group = weights + min(group + r, last - 1) * stride
+                        codes, halves = row_group + codes_from + b * block_bytes, row_group + b * halves_bytes
+                        unpack(codes, halves, unpacked + r * unpacked_bytes)
                     values = x + (start * blocks + b) * columns * record
                     for t in range(count):
                         address = totals_at + 4 * turn * t
                         totals = load(address, 4 * lanes) if b else zeros()
-                        store(accumulate(totals, unpacked, unpacked, values), address, 4 * lanes)
+                        store(accumulate(totals, unpacked, halves, values), address, 4 * lanes)
                         values += blocks * columns * record
                 for t in range(count):
                     for r in range(used):
@@ -232,23 +241,30 @@ def _rows(weights, x, y, blocks, stride, tokens, y_stride, first, last):
 def _scope(name: str, target: str, width: int) -> tuple[dict[str, int], InstructionSet, vectors.Body, vectors.Routine]:
     """The sizes that a kernel is specialized with, and what its vector functions are made of."""
     block, isa = READ[name], targets.isa(target)
-    layout, unpacked = InterleavedLayout(block, isa.lanes), UnpackedLayout(block, isa.lanes)
+    layout = InterleavedLayout(block, isa.lanes)
 
-    def multiply(v: Any, totals: list[Any], space: Any, _: Any, x: Any) -> list[Any]:
+    def multiply(v: Any, totals: list[Any], space: Any, halves: Any, x: Any) -> list[Any]:
+        if isa.scales_codes:
+            return scaled.multiply_block(v, layout, totals, space, halves, x)
         return multiply_block(v, block, totals, space, x)
 
     def unpack(v: Any, weights: Any, halves: Any, space: Any) -> None:
-        unpack_block(v, layout, weights, halves, space)
+        if isa.scales_codes:
+            scaled.scale_block(v, layout, weights, space)
+        else:
+            unpack_block(v, layout, weights, halves, space)
 
-    sizes = {"columns": width, "lanes": isa.lanes, "record": record_of(block).nbytes, "groups": unpacked.groups}
-    sizes |= {"block_bytes": layout.block_bytes, "halves_bytes": layout.halves_bytes, "unpacked_bytes": unpacked.nbytes}
+    form = scaled.ScaledLayout(block, isa.lanes) if isa.scales_codes else UnpackedLayout(block, isa.lanes)
+    sizes = {"columns": width, "lanes": isa.lanes, "record": record_of(block).nbytes}
+    sizes |= {"groups": row_groups(isa, block), "unpacked_bytes": form.nbytes}
+    sizes |= {"block_bytes": layout.block_bytes, "halves_bytes": layout.halves_bytes}
     return sizes, isa, multiply, unpack
 
 
 def _memory(sizes: dict[str, int]) -> dict[str, int]:
     """Bytes that a kernel needs."""
     turn = 4 * sizes["groups"] * sizes["columns"] * sizes["lanes"]
-    return {"space": sizes["groups"] * sizes["unpacked_bytes"], "sums": _TURNS * turn}
+    return {"space": sizes["groups"] * sizes["unpacked_bytes"], "sums": _TOKENS // sizes["columns"] * turn}
 
 
 def _of_a_group(functions: dict[str, Any]) -> dict[str, Any]:

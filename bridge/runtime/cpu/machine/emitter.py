@@ -37,6 +37,7 @@ class Emitter:
         self.signed_dots: bool = target.signed_dots
         self.index_bits: int = target.index_bits
         self.fuses_scales: bool = target.fuses_scales
+        self.float_scales: bool = target.float_scales
         self.ints = ir.VectorType(ir.I32, self.lanes)
         self.floats = ir.VectorType(ir.F32, self.lanes)
         self.bytes = ir.VectorType(ir.I8, 4 * self.lanes)
@@ -226,6 +227,13 @@ class Emitter:
         """a - b, byte by byte."""
         difference = self.builder.sub(*(self.builder.bitcast(value, self.bytes) for value in (a, b)))
         return self.builder.bitcast(difference, self.ints)
+
+    def mul_bytes(self, word: ir.Value, factor: ir.Value) -> ir.Value:
+        """Each byte of a word times the int32 of its lane, modulo 256."""
+        factors = self.builder.bitcast(self.doubled_short(factor), self._shorts)
+        halves = (self.builder.bitcast(self.shr(word, right), self._shorts) for right in (0, 8))
+        even, odd = (self.builder.bitcast(self.builder.mul(half, factors), self.ints) for half in halves)
+        return self.or_(self.and_(even, 0x00FF00FF), self.shl(self.and_(odd, 0x00FF00FF), 8))
 
     def look_up(self, word: ir.Value, table: tuple[int, ...]) -> ir.Value:
         """The table's entry for each byte of a word, 0..15; the table may be shorter."""

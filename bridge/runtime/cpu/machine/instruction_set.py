@@ -16,7 +16,9 @@ class InstructionSet:
     signed_dots   whether codes are multiplied as signed bytes; otherwise the record's sums take the zero point off
     row_bits      of codes that `emit_row_dots` is faster for than repacking on the way
     unpacks       whether kernels of several columns unpack blocks first, see unpacked.py
+    scales_codes  whether many columns are multiplied by codes times scales, see scaled.py
     fuses_scales  whether the instruction that widens sums of int16 multiplies them too
+    float_scales  whether sums of several columns are multiplied by scales in float32, which is as exact as in int32
     index_bits    of a look-up that takes no notice of a byte's other bits; 0: there is none
     """
 
@@ -35,5 +37,7 @@ class InstructionSet:
     signed_dots: bool = False
     row_bits: int = 0
     unpacks: bool = False
+    scales_codes: bool = False
     fuses_scales: bool = False
+    float_scales: bool = False
     index_bits: int = 0

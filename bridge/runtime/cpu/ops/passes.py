@@ -1,9 +1,8 @@
 """Products in a table of calls: matrices times tokens, in passes of the widths that their kernels have.
 
-A kernel multiplies so many tokens at once, its columns. Tokens take turns of the widest one, and those that are left a
-turn of a narrower one, in a pass over the weights of its own. Where weights are repacked in every pass (tiled.py), all
-take turns in one, whose last has columns to spare. What a pass is depends on the number of tokens alone, which may be
-another each time that the table is run; so it is decided here, in compiled code, for records and products alike.
+A kernel multiplies so many tokens at once, its columns. Which kernels take how many turns (engines/turns.py) depends on
+the number of tokens, which may be another each time that the table is run; so it is decided in compiled code, for
+records and products alike.
 
 Which tokens there are says a place, int64 [PLACE]:
 
@@ -24,6 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from bridge.runtime.cpu.engines.turns import next_turns, split
 from bridge.runtime.cpu.forms.activations import quantize_function, record_bytes
 from bridge.runtime.cpu.ops.program import Program, address, every_token, in_pieces
 from bridge.system.cpu import targets
@@ -57,23 +57,11 @@ FIELDS = len(Product._fields)
 
 
 @inner
-def next_pass(kernels, tokens, one_pass):
-    """Which of the kernels, int64 [kinds, WORDS], multiplies the next of so many tokens, and in how many turns."""
-    kind = 0
-    while kind < len(kernels) - 1 and kernels[kind, COLUMNS] < tokens:
-        kind += 1
-    columns = kernels[kind, COLUMNS]
-    if one_pass or tokens < columns:
-        return kind, (tokens + columns - 1) // columns
-    return kind, tokens // columns
-
-
-@inner
 def turns_and_rows(kernels, tokens, one_pass):
     """How many turns tokens take, and how many rows, those to spare among them."""
     turns = rows = 0
     while rows < tokens:
-        kind, count = next_pass(kernels, tokens - rows, one_pass)
+        kind, count = next_turns(kernels, tokens - rows, one_pass)
         turns += count
         rows += count * kernels[kind, COLUMNS]
     return turns, rows
@@ -84,7 +72,7 @@ def make_records(kernels, place, x, x_stride, out, count, first, last):
     """The records of tokens first..last of a place; x: where the float32 [count] of its token 0 would be."""
     tokens, done = place[TOKENS], 0
     while done < tokens:
-        kind, turns = next_pass(kernels, tokens - done, place[ONE_PASS])
+        kind, turns = next_turns(kernels, tokens - done, place[ONE_PASS])
         k = kernels[kind]
         stop = min(tokens, done + turns * k[COLUMNS])
         begin, end = max(first, done), min(last, stop)
@@ -117,7 +105,7 @@ def _multiply(fields, start, stop):
     records, y, y_stride, blocks, stride = fields[3], fields[4], fields[5], fields[6], fields[7]
     tokens, done = place[TOKENS], 0
     while done < tokens:
-        kind, turns = next_pass(kernels, tokens - done, place[ONE_PASS])
+        kind, turns = next_turns(kernels, tokens - done, place[ONE_PASS])
         k, row = kernels[kind], place[FIRST] + done
         x, out = records + k[RECORD] * row, y + y_stride * row
         call(k[KERNEL], k[WEIGHTS], x, out, blocks, stride, turns, y_stride, start, stop)
@@ -171,8 +159,9 @@ def add_records(program: Program, x: np.ndarray, out: np.ndarray, kernels: np.nd
     tokens, count = x.shape
     pieces, width, shared = in_pieces(x)
     if pieces > tokens:
-        quantize = int(kernels[0, QUANTIZE])
-        program.add(quantize, address(x), address(out), width, 1, items=pieces, shared=shared)
+        program.add(  # a kernel's words may be filled later
+            lambda: int(kernels[0, QUANTIZE]), address(x), address(out), width, 1, items=pieces, shared=shared
+        )
         return
     arguments = address(x), address(out), count, address(kernels), len(kernels), address(place)
     program.add(function("records"), *arguments, items=every_token, shared=shared)
@@ -229,10 +218,10 @@ class Kernels:
         self._fill(matrix, self.needed)
 
     def columns(self, tokens: int, gathered: bool) -> set[int]:
-        """Columns of the kernels that so many tokens may need, or up to so many."""
+        """Columns of the kernels that so many tokens need now; `gathered`: that any fewer need, too."""
         widths = targets.isa(targets.chosen()).widths if self.integer and targets.chosen() != targets.PORTABLE else (1,)
-        counts = range(1, min(tokens, widths[-1]) + 1) if gathered else (tokens, tokens % widths[-1])
-        return {next((width for width in widths if width >= count), widths[-1]) for count in counts if count}
+        counts = range(1, min(tokens, widths[-1]) + 1) if gathered else (tokens,)
+        return {columns for count in counts for _, columns in split(widths, count, self.one_pass)}
 
     def need(self, columns: Iterable[int]) -> None:
         """Find the kernels of so many columns, of all matrices."""

@@ -17,7 +17,7 @@ from bridge.system.threads.pool import ITEMS, WORDS
 
 _WIDE = 8192  # values: 6 to 8 us of one thread; 64 threads meet in some 3
 _PIECE = 256  # values, the longest block
-_COLUMNS = 8  # of the widest kernel: buffers have rows for all of them
+_COLUMNS = 8, 16  # of the widest kernels: for so many tokens, and for more; buffers have rows for all of them
 _LINE = 64  # bytes
 
 Word = int | Callable[[int], int]  # of a call; or what makes it of the number of tokens
@@ -106,7 +106,7 @@ class Scratch:
 
     def rows(self, name: str, n: int, columns: int) -> np.ndarray:
         """float32 [n, columns], with the room after it that those of `buffer` have."""
-        padded = -(-n // _COLUMNS) * _COLUMNS
+        padded = _padded(n)
         return self.memory(name, 4 * padded * columns).view(np.float32).reshape(padded, columns)[:n]
 
 
@@ -121,10 +121,15 @@ def in_pieces(x: np.ndarray) -> tuple[int, int, bool]:
     return tokens, width, x.size > pool.MIN_VALUES_TO_SHARE
 
 
+def _padded(n: int) -> int:
+    """So many tokens, and the columns that a kernel's last turn has to spare."""
+    columns = _COLUMNS[n > _COLUMNS[0]]
+    return -(-n // columns) * columns
+
+
 def buffer(n: int, columns: int) -> np.ndarray:
     """float32 [n, columns], with room after it for a kernel's unused columns, or a last row group beyond the rows."""
-    padded = -(-n // _COLUMNS) * _COLUMNS if n > 1 else 1
-    return np.zeros(padded * columns + 16, np.float32)[: n * columns].reshape(n, columns)
+    return np.zeros((_padded(n) if n > 1 else 1) * columns + 16, np.float32)[: n * columns].reshape(n, columns)
 
 
 def bits(value: float) -> int:
