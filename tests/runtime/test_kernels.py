@@ -351,6 +351,16 @@ def test_sums_of_the_largest_values_do_not_overflow(name):
     np.testing.assert_array_equal(run(engine, x, 16), one)
 
 
+@pytest.mark.parametrize("name", ["Q2_K", "IQ2_S", pytest.param("IQ1_M", marks=pytest.mark.exhaustive)])
+def test_sums_of_16_columns_with_the_largest_values_are_exact(name):
+    """Those of Q2_K and IQ1_M fit int16, and are multiplied by their scales there; those of IQ2_S do not."""
+    block = READ[name]
+    tensor, weights = random_matrix(block, 16, 512)
+    x = np.where(weights[:1] < 0, -0.99, 1).astype(np.float32)  # with one largest magnitude, which is rounded to -128
+    for target in HERE:
+        close(run(Prepared(tensor, target), x, 16), rounded(x), weights, block)
+
+
 @pytest.mark.parametrize(
     ("target", "triple", "features", "instruction"),
     [

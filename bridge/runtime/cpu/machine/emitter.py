@@ -35,6 +35,7 @@ class Emitter:
         self.signed_dots: bool = target.signed_dots
         self.index_bits: int = target.index_bits
         self.fuses_scales: bool = target.fuses_scales
+        self.multiplies_pairs: bool = target.emit_pairs is not None
         self.ints = ir.VectorType(ir.I32, self.lanes)
         self.floats = ir.VectorType(ir.F32, self.lanes)
         self.bytes = ir.VectorType(ir.I8, 4 * self.lanes)
@@ -113,6 +114,15 @@ class Emitter:
     def short_of_byte(self, word: ir.Value, i: int) -> ir.Value:
         """Byte i of each word in both of its halves, as int16."""
         return self.builder.bitcast(self._bytes_of_words(word, (i, None, i, None)), self._shorts)
+
+    def two_bytes(self, word: ir.Value, i: int) -> ir.Value:
+        """Bytes i and i + 1 of each word as int16 in its halves."""
+        return self._bytes_of_words(word, (i, None, i + 1, None))
+
+    def sum_of_products(self, a: ir.Value, b: ir.Value, factors: ir.Value) -> ir.Value:
+        """a times the lower int16 of each word of `factors`, plus b times the upper; a and b fit int16."""
+        pair = self.or_(self.and_(a, 0xFFFF), self.shl(b, 16))
+        return self.target.emit_pairs(self, pair, factors)
 
     def _bytes_of_words(self, word: ir.Value, chosen: tuple[int | None, ...]) -> ir.Value:
         """Four bytes for each word, which are the chosen ones of it; None: zero."""

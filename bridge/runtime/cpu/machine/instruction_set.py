@@ -17,6 +17,7 @@ class InstructionSet:
     row_bits      of codes that `emit_row_dots` is faster for than repacking on the way
     unpacks       whether kernels of several columns unpack blocks first, see unpacked.py
     fuses_scales  whether the instruction that widens sums of int16 multiplies them too
+    emit_pairs    the products of int16, two neighbours added
     index_bits    of a look-up that takes no notice of a byte's other bits; 0: there is none
     """
 
@@ -30,6 +31,7 @@ class InstructionSet:
     emit_signed_row_dots: Any = None
     emit_blend: Any = None
     emit_permute: Any = None
+    emit_pairs: Any = None
     byte_shifts: bool = False
     paired: bool = False
     signed_dots: bool = False

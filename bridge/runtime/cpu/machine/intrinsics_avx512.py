@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from bridge.runtime.cpu.machine.instruction_set import InstructionSet
-from bridge.runtime.cpu.machine.intrinsics_avx2 import row_dots
+from bridge.runtime.cpu.machine.intrinsics_avx2 import emit_pairs, row_dots
 from bridge.system.kernels import ir
 
 MULTIPLY, WIDEN = "llvm.x86.avx512.pmaddubs.w.512", "llvm.x86.avx512.pmaddw.d.512"
@@ -28,4 +28,5 @@ def vpdpbusd(instruction, v, parts, words, x, places, bits) -> list[ir.Value]:
 ISA = InstructionSet(
     16, (1, 4, 8), emit_look_up, partial(vpdpbusd, "llvm.x86.avx512.vpdpbusd.512"), row_bits=7,
     emit_row_dots=partial(row_dots, MULTIPLY, WIDEN),  # without VNNI: int16 are interleaved in fewer instructions
+    emit_pairs=partial(emit_pairs, WIDEN),
 )  # fmt: skip
