@@ -67,6 +67,7 @@ class Twin:
         self.index_bits: int = target.index_bits
         self.fuses_scales: bool = target.fuses_scales
         self.float_scales: bool = target.float_scales
+        self.multiplies_pairs: bool = target.emit_pairs is not None
 
     def read(self, address: int, dtype: Any, count: int) -> np.ndarray:
         return np.frombuffer(ctypes.string_at(address, np.dtype(dtype).itemsize * count), dtype)
@@ -230,6 +231,13 @@ class Twin:
 
     def short_of_byte(self, word: np.ndarray, i: int) -> np.ndarray:
         return self.doubled_short(self.byte(word, i))
+
+    def two_bytes(self, word: np.ndarray, i: int) -> np.ndarray:
+        return np.stack([self.byte(word, i), self.byte(word, i + 1)], 1).astype(np.int16).reshape(-1)
+
+    def sum_of_products(self, a: np.ndarray, b: np.ndarray, factors: np.ndarray) -> np.ndarray:
+        pairs = np.stack([a, b], 1).astype(np.int16).astype(np.int32)
+        return (pairs * factors.reshape(-1, 2)).sum(1, dtype=np.int32)
 
     def column_groups(self, count: int) -> list[list[int]]:
         step = 2 if self.paired else 1

@@ -112,6 +112,13 @@ def scale_code(v: Any, scales: list[Any], j: int, layout: InterleavedLayout) -> 
     return v.byte(word, j % 4)
 
 
+def _scaled_in_pairs(v: Any, block: BlockType) -> bool:
+    """Whether the sums of two sub-blocks fit int16 and are multiplied by their scales at once: of one column."""
+    largest = max(map(abs, block.values or (block.zero, block.levels - 1 - block.zero)))
+    fit = 128 * largest * block.sum_span < 1 << 15
+    return v.multiplies_pairs and fit and block.sum_span == 16 and block.scale_lo >= 0
+
+
 def codes_of_group(
     v: Any, layout: InterleavedLayout, weights: Any, group: int, signed: bool
 ) -> list[Callable[[], Any]]:
@@ -223,6 +230,7 @@ def k_block(
     per_group = 32 // block.sub
     sums: list[Any] = [None for _ in columns]
     in_floats = v.float_scales and len(totals) > 1  # for one column, to convert the scale takes as long
+    in_pairs = len(totals) == 1 and _scaled_in_pairs(v, block)
     # on Arm, LLVM would move loads and sums of all groups past one another and spill most of them
     in_turn = v.lanes == 4
     for group in range(block.size // 32):
@@ -240,6 +248,10 @@ def k_block(
                 inner = source.dots(inner if i else parts, j, x, v.short_of_byte(scales[j // 4](), j % 4))
                 continue
             parts = source.dots(parts, j, x)
+            if in_pairs:
+                factors = v.two_bytes(scales[j // 4](), j % 4 // 2 * 2)
+                inner = [v.sum_of_products(inner[0], parts[0], factors)] if i else parts
+                continue
             scale = scale_code(v, scales, j, layout)
             if in_floats:
                 scale = v.to_float(scale)

@@ -6,7 +6,7 @@ What differs between targets is the dot product: see the intrinsics_*.py modules
 from __future__ import annotations
 
 from bridge.runtime.cpu.machine.instruction_set import InstructionSet
-from bridge.runtime.cpu.machine.operands import Places, interleaving
+from bridge.runtime.cpu.machine.operands import NO_PREFETCHES, Places, Prefetches, interleaving
 from bridge.system.kernels import ir
 from bridge.system.kernels.memory import call_intrinsic, spread
 
@@ -18,15 +18,13 @@ class Emitter:
 
     paired  columns of x come in pairs: vector c, even, holds rows 0 and 1 of columns c and c + 1, and vector c + 1 rows
             2 and 3, each row of both columns first
-    ahead   bytes ahead of a load of weights at which lines are prefetched
-    level   of cache that they are brought to: 1 or 2
     """
 
     def __init__(
-        self, builder: ir.IRBuilder, target: InstructionSet | None, paired: bool = False, ahead: tuple[int, ...] = (),
-        level: int = 1,
+        self, builder: ir.IRBuilder, target: InstructionSet | None, paired: bool = False,
+        prefetches: Prefetches = NO_PREFETCHES,
     ):  # fmt: skip
-        self.builder, self.paired, self.ahead, self.level = builder, paired, ahead, level
+        self.builder, self.paired, self.prefetches = builder, paired, prefetches
         self.add, self.mul, self.or_ = builder.add, builder.mul, builder.or_
         self.fmul, self.fneg = builder.fmul, builder.fneg
         self._fetched: set[int] = set()
@@ -38,6 +36,7 @@ class Emitter:
         self.index_bits: int = target.index_bits
         self.fuses_scales: bool = target.fuses_scales
         self.float_scales: bool = target.float_scales
+        self.multiplies_pairs: bool = target.emit_pairs is not None
         self.ints = ir.VectorType(ir.I32, self.lanes)
         self.floats = ir.VectorType(ir.F32, self.lanes)
         self.bytes = ir.VectorType(ir.I8, 4 * self.lanes)
@@ -53,13 +52,15 @@ class Emitter:
     # memory
 
     def load(self, base: ir.Value, offset: int) -> ir.Value:
-        """A vector of weights; lines further on are fetched, some with each load rather than all in a burst."""
+        """A vector of weights; see `Prefetches`."""
+        loaded = self.builder.load(self.pointer(base, offset, self.ints), align=4 * self.lanes)
         line = offset // _LINE
-        if self.ahead and line not in self._fetched:
+        if self.prefetches.distances and line not in self._fetched:
             self._fetched.add(line)
-            for distance in self.ahead:
+            base = self._after(loaded, base) if self.prefetches.spread else base
+            for distance in self.prefetches.distances:
                 self.prefetch(base, line * _LINE + distance)
-        return self.builder.load(self.pointer(base, offset, self.ints), align=4 * self.lanes)
+        return loaded
 
     def broadcast(self, base: ir.Value, offset: int) -> ir.Value:
         return self.spread(self.builder.load(self.pointer(base, offset, ir.I32), align=4), self.ints)
@@ -114,6 +115,15 @@ class Emitter:
     def short_of_byte(self, word: ir.Value, i: int) -> ir.Value:
         """Byte i of each word in both of its halves, as int16."""
         return self.builder.bitcast(self._bytes_of_words(word, (i, None, i, None)), self._shorts)
+
+    def two_bytes(self, word: ir.Value, i: int) -> ir.Value:
+        """Bytes i and i + 1 of each word as int16 in its halves."""
+        return self._bytes_of_words(word, (i, None, i + 1, None))
+
+    def sum_of_products(self, a: ir.Value, b: ir.Value, factors: ir.Value) -> ir.Value:
+        """a times the lower int16 of each word of `factors`, plus b times the upper; a and b fit int16."""
+        pair = self.or_(self.and_(a, 0xFFFF), self.shl(b, 16))
+        return self.target.emit_pairs(self, pair, factors)
 
     def _bytes_of_words(self, word: ir.Value, chosen: tuple[int | None, ...]) -> ir.Value:
         """Four bytes for each word, which are the chosen ones of it; None: zero."""
@@ -174,7 +184,7 @@ class Emitter:
             base = self.builder.add(base, stride)
 
     def prefetch(self, base: ir.Value, offset: int) -> None:
-        flags = (ir.Constant(ir.I32, 0), ir.Constant(ir.I32, 4 - self.level), ir.Constant(ir.I32, 1))  # read, of data
+        flags = (ir.Constant(ir.I32, flag) for flag in (0, 4 - self.prefetches.level, 1))  # read, of data
         self.call("llvm.prefetch.p0", ir.VoidType(), self.pointer(base, offset, ir.I8), *flags)
 
     def barrier(self) -> None:
@@ -184,7 +194,17 @@ class Emitter:
     def in_order(self, value: ir.Value) -> ir.Value:
         """The value. LLVM keeps the order of such values; else it may multiply column by column and spill the words."""
         kind = ir.FunctionType(value.type, [value.type])
-        return self.builder.asm(kind, "", "=w,0" if self.lanes == 4 else "=x,0", [value], True)
+        return self.builder.asm(kind, "", f"={self._any_vector},0", [value], True)
+
+    def _after(self, value: ir.Value, address: ir.Value) -> ir.Value:
+        """The address. LLVM takes it to depend on the value, so that what is done with it stays behind the value."""
+        kind = ir.FunctionType(address.type, [address.type, value.type])
+        return self.builder.asm(kind, "", f"=r,0,{self._any_vector}", [address, value], True)
+
+    @property
+    def _any_vector(self) -> str:
+        """What LLVM calls any vector register; its x leaves out the upper 16 of AVX-512."""
+        return "w" if self.lanes == 4 else "v"
 
     # int32 lanes
 

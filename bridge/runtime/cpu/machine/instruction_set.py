@@ -19,6 +19,7 @@ class InstructionSet:
     scales_codes  whether many columns are multiplied by codes times scales, see scaled.py
     fuses_scales  whether the instruction that widens sums of int16 multiplies them too
     float_scales  whether sums of several columns are multiplied by scales in float32, which is as exact as in int32
+    emit_pairs    the products of int16, two neighbours added
     index_bits    of a look-up that takes no notice of a byte's other bits; 0: there is none
     """
 
@@ -32,6 +33,7 @@ class InstructionSet:
     emit_signed_row_dots: Any = None
     emit_blend: Any = None
     emit_permute: Any = None
+    emit_pairs: Any = None
     byte_shifts: bool = False
     paired: bool = False
     signed_dots: bool = False

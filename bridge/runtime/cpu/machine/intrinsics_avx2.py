@@ -22,6 +22,12 @@ def emit_look_up(v, table, codes):
     return v.call("llvm.x86.avx2.pshuf.b", v.bytes, table, codes)
 
 
+def emit_pairs(widen, v, a, b):
+    """In each word, the products of the lower and of the upper int16 of a and b, added."""
+    shorts = ir.VectorType(ir.I16, 2 * v.lanes)
+    return v.call(widen, v.ints, v.builder.bitcast(a, shorts), v.builder.bitcast(b, shorts))
+
+
 def dots(multiply, widen, v, parts, words, x, places, bits):
     return tile(multiply, widen, v, [parts], [words], x, places, bits)[0]
 
@@ -149,5 +155,6 @@ def words_together(bits, magnitude=0, started=False):
 
 ISA = InstructionSet(
     8, (1, 2, 4), emit_look_up, partial(dots, _MULTIPLY, _WIDEN), partial(tile, _MULTIPLY, _WIDEN), emit_start,
-    partial(row_dots, _MULTIPLY, _WIDEN), emit_signed_row_dots, row_bits=8, unpacks=True, fuses_scales=True,
+    partial(row_dots, _MULTIPLY, _WIDEN), emit_signed_row_dots, emit_pairs=partial(emit_pairs, _WIDEN),
+    row_bits=8, unpacks=True, fuses_scales=True,
 )  # fmt: skip

@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import partial
 
 from bridge.runtime.cpu.machine.instruction_set import InstructionSet
-from bridge.runtime.cpu.machine.intrinsics_avx2 import row_dots
+from bridge.runtime.cpu.machine.intrinsics_avx2 import emit_pairs, row_dots
 from bridge.system.kernels import ir
 
 VPDPBUSD = "llvm.x86.avx512.vpdpbusd.512"
@@ -48,4 +48,5 @@ ISA = InstructionSet(
     16, (1, 4, 8, 16), emit_look_up, partial(vpdpbusd, VPDPBUSD), emit_tile=partial(vpdpbusd_tile, VPDPBUSD),
     row_bits=7, float_scales=True, scales_codes=True,
     emit_row_dots=partial(row_dots, MULTIPLY, WIDEN),  # without VNNI: int16 are interleaved in fewer instructions
+    emit_pairs=partial(emit_pairs, WIDEN),
 )  # fmt: skip

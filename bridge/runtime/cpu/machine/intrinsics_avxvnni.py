@@ -7,4 +7,6 @@ from bridge.runtime.cpu.machine.intrinsics_avx2 import ISA as AVX2
 from bridge.runtime.cpu.machine.intrinsics_avx512 import vpdpbusd
 
 _dots = partial(vpdpbusd, "llvm.x86.avx512.vpdpbusd.256")
-ISA = InstructionSet(8, (1, 4), AVX2.emit_look_up, _dots, emit_row_dots=AVX2.emit_row_dots, row_bits=7)
+ISA = InstructionSet(
+    8, (1, 4), AVX2.emit_look_up, _dots, emit_row_dots=AVX2.emit_row_dots, emit_pairs=AVX2.emit_pairs, row_bits=7
+)
