@@ -21,7 +21,7 @@ from pathlib import Path
 
 from bridge.runtime.cpu.engines import floats, interleaved, products, tiled
 from bridge.runtime.cpu.forms import activations, repack, rowmajor
-from bridge.runtime.cpu.ops import attention, decoder_ops, expert_ops, program  # fmt: skip
+from bridge.runtime.cpu.ops import attention, decoder_ops, expert_ops, program, sampling_ops  # fmt: skip
 from bridge.system.cpu import machine, targets
 from bridge.system.cpu.cpus import usable_cpus
 from bridge.system.cpu.machine import Machine
@@ -51,6 +51,7 @@ def functions(target: str) -> Iterator[CFunction]:
     isa = targets.isa(target)
     yield from (pool.function(name) for name in pool.FUNCTIONS)
     yield from (products._product_function(), program._several_function(), tiled._tile_function())
+    yield sampling_ops.function()
     yield from (decoder_ops.function(name) for name in decoder_ops.FUNCTIONS)
     yield from (expert_ops.function(name) for name in expert_ops.FUNCTIONS)
     yield from (attention.function(name, kind) for kind in ("f16", "q8_0", "f32") for name in ("store", "attend"))
