@@ -249,11 +249,8 @@ def _cut(tokens, top, rate, scale, target, sums, picked):
 
 
 @inner
-def _keep(tokens, least, last, share, top, kept):
-    """List the tokens whose logits are above `least`, or equal and their ids at most `last`; returns how many.
-
-    share: if it is not 0, those whose weights e^(logit - top) are at least as much are listed instead
-    """
+def _keep(tokens, least, last, kept):
+    """List the tokens whose logits are above `least`, or equal and their ids at most `last`; returns how many."""
     maxima = tokens[3]
     x = array_on_stack(64, np.float32)
     ids = array_on_stack(64, np.uint32)
@@ -262,18 +259,12 @@ def _keep(tokens, least, last, share, top, kept):
     for first in range(0, tokens[2], BLOCK):
         if maxima:
             most = floats(maxima + first // BLOCK * 4, 1)[0]
-            unlikely = share > 0.0 and _weight(top - np.float64(most), 1.0) < share
-            if unlikely or most < least or (most == least and first > last):
+            if most < least or (most == least and first > last):
                 continue
         _read(tokens, first, x, ids)
-        if share > 0.0:
-            for j in range(BLOCK):
-                likely = _weight(top - np.float64(x[j]), 1.0) >= share
-                hits[j] = np.int32(1) if likely and x[j] > -np.inf else np.int32(0)
-        else:
-            for j in range(BLOCK):
-                before = x[j] > least or (x[j] == least and ids[j] <= last)
-                hits[j] = np.int32(1) if before else np.int32(0)
+        for j in range(BLOCK):
+            before = x[j] > least or (x[j] == least and ids[j] <= last)
+            hits[j] = np.int32(1) if before else np.int32(0)
         n = _append(ids, hits, n, kept)
     return n
 
@@ -288,10 +279,25 @@ def _largest(tokens, top, k, sums, picked, kept):
         _weigh(bounds, top, 0.0, _PER_UNIT, sums)
         block = _cut(bounds, top, 0.0, _PER_UNIT, k - 0.5, sums, picked)
         last = np.uint32(BLOCK * block + BLOCK - 1)
-        tokens = logits, kept, _keep(tokens, floats(maxima, 1)[block], last, 0.0, top, kept), np.int64(0)
+        tokens = logits, kept, _keep(tokens, floats(maxima, 1)[block], last, kept), np.int64(0)
     _weigh(tokens, top, 0.0, _PER_UNIT, sums)
     last = _cut(tokens, top, 0.0, _PER_UNIT, k - 0.5, sums, picked)
-    return _keep(tokens, floats(logits, 1)[last], last, 0.0, top, kept)
+    return _keep(tokens, floats(logits, 1)[last], last, kept)
+
+
+@inner
+def _least(top, share):
+    """The least float32 whose weight e^(logit - top) is at least a share."""
+    low = np.int64(_ordered(np.int32(-0x800000)))  # -inf
+    high = np.int64(_ordered(np.int32(np.float32(top).view(np.int32))))
+    while high - low > 1:
+        middle = (low + high) // 2
+        logit = np.int32(_ordered(np.int32(middle))).view(np.float32)
+        if _weight(top - np.float64(logit), 1.0) >= share:
+            high = middle
+        else:
+            low = middle
+    return np.int32(_ordered(np.int32(high))).view(np.float32)
 
 
 @inner
@@ -318,13 +324,11 @@ def _drawn(words, numbers, tokens, top, sums, picked, kept):
         tokens = logits, kept, _largest(tokens, top, words[TOP_K], sums, picked, kept), np.int64(0)
     whole = _weigh(tokens, top, 1.0, np.inf, sums) if top_p < 1.0 and min_p > 0.0 else 0.0
     if min_p > 0.0:
-        least = np.float32(-np.inf)
-        tokens = logits, kept, _keep(tokens, least, np.uint32(count), min_p, top, kept), np.int64(0)
+        tokens = logits, kept, _keep(tokens, _least(top, min_p), np.uint32(count), kept), np.int64(0)
     if top_p < 1.0:
         whole = max(whole, _weigh(tokens, top, 1.0, _PER_UNIT, sums))
         last = _cut(tokens, top, 1.0, _PER_UNIT, top_p * whole * _BEFORE, sums, picked)
-        least = floats(logits, 1)[last]
-        tokens = logits, kept, _keep(tokens, least, last, 0.0, top, kept), np.int64(0)
+        tokens = logits, kept, _keep(tokens, floats(logits, 1)[last], last, kept), np.int64(0)
     rate = min(1.0 / numbers[TEMPERATURE], _STEEPEST)
     total = _weigh(tokens, top, rate, _PER_UNIT * rate, sums)
     return np.int64(_cut(tokens, top, rate, _PER_UNIT * rate, numbers[UNIFORM] * total, sums, picked))
