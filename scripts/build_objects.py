@@ -19,9 +19,9 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-from bridge.runtime.cpu.engines import floats, interleaved, products, tiled
+from bridge.runtime.cpu.engines import dense, floats, interleaved, products, tiled
 from bridge.runtime.cpu.forms import activations, repack, rowmajor
-from bridge.runtime.cpu.ops import attention, decoder_ops, expert_ops, passes  # fmt: skip
+from bridge.runtime.cpu.ops import attention, decoder_ops, expert_ops, passes, sampling_ops  # fmt: skip
 from bridge.system.cpu import machine, targets
 from bridge.system.cpu.cpus import usable_cpus
 from bridge.system.cpu.machine import Machine
@@ -49,14 +49,16 @@ def machine_of(target: str) -> Machine:
 def functions(target: str) -> Iterator[CFunction]:
     """The C functions that models of the common types call, with int8 products."""
     isa = targets.isa(target)
-    yield from (pool.function(name) for name in pool.FUNCTIONS)
+    yield from pool.functions()
     yield from (products._product_function(), products.narrow_function(), tiled._tile_function())
     yield from (passes.function(name) for name in passes.FUNCTIONS)
+    yield sampling_ops.function()
     yield from (decoder_ops.function(name) for name in decoder_ops.FUNCTIONS)
     yield from (expert_ops.function(name) for name in expert_ops.FUNCTIONS)
     yield from (attention.function(name, kind) for kind in ("f16", "q8_0", "f32") for name in ("store", "attend"))
     yield attention.function("merge", "f16")
-    yield from (floats.rows_function(kind) for kind in floats.SIZES)
+    yield from (of(kind) for of in (floats.rows_function, floats.wide_rows_function) for kind in floats.SIZES)
+    yield dense.tiles_function()
     for name in TYPES:
         for width in isa.widths:
             yield activations.quantize_function(name, True, interleaved.form(name, target, width, True))

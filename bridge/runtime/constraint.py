@@ -47,7 +47,7 @@ class Constraint:
             text = _schema_text(schema)
         if len(text) > _LONGEST:
             raise BridgeError(f"{parameter(self._name)} has {len(text)} characters; the most is {_LONGEST}")
-        self._vocab = len(tokenizer)
+        self.vocab = len(tokenizer)
         try:
             grammar = _json_grammar(text) if regex is None else LLMatcher.grammar_from_regex(text)
             self._matcher = LLMatcher(_tokens_of(tokenizer), grammar, log_level=0)
@@ -67,15 +67,12 @@ class Constraint:
         """Whether nothing may follow."""
         return bool(self._matcher.is_stopped())
 
-    def mask(self, logits: np.ndarray) -> np.ndarray:
-        """A copy of logits float32 [vocab] with -inf for tokens that are not allowed."""
+    def allowed(self) -> np.ndarray:
+        """uint8, a bit for each of `vocab` tokens, the lowest first: whether it may come next."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         if self._matcher.is_error():
             raise self._failed(self._matcher.get_error())
-        allowed = np.unpackbits(bits, count=self._vocab, bitorder="little").view(bool)
-        masked = np.full_like(logits, -np.inf)
-        np.copyto(masked[: self._vocab], logits[: self._vocab], where=allowed)
-        return masked
+        return bits
 
     def accept(self, token: int) -> None:
         """Add the token that was drawn."""

@@ -9,8 +9,9 @@ import copy
 import math
 import re
 from argparse import ArgumentTypeError
-from collections import deque
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, Self
@@ -19,6 +20,7 @@ import numpy as np
 
 from bridge.errors import BridgeError, parameter
 from bridge.runtime.constraint import Constraint
+from bridge.runtime.cpu.ops import sampling_ops as ops
 from bridge.runtime.tokenizer import Tokenizer
 from bridge.system.options import check_integer, is_integer, is_number, option
 
@@ -115,6 +117,51 @@ class Probabilities:
     top: tuple[tuple[int, float], ...]
 
 
+class Draw:
+    """What is asked about one row of logits, and what `make_draws` answers.
+
+    words    int64 [ops.WORDS]: settings, then also results, see sampling_ops.py
+    numbers  the same words as float64
+    """
+
+    def __init__(self, words: np.ndarray, logits: np.ndarray, listed: int | None, allowed: np.ndarray | None = None):
+        """logits: float32 [vocab]; listed: number of tokens whose probabilities are wanted; None: of none, not even
+        the sum; allowed: what words[ops.ALLOWED] points to."""
+        self.words, self.numbers = words, words.view(np.float64)
+        self._allowed = allowed
+        self._logits = np.ascontiguousarray(logits, np.float32)
+        words[ops.LOGITS], words[ops.VOCAB] = self._logits.ctypes.data, self._logits.size
+        words[ops.LISTED] = -1
+        if listed is not None:
+            self._list = np.empty(logits.size + ops.BLOCK, np.uint32)
+            words[ops.LISTED], words[ops.LIST] = min(listed, logits.size), self._list.ctypes.data
+
+    def check(self) -> None:
+        """Raise BridgeError if a logit is NaN or none is finite."""
+        if not math.isfinite(top := float(self.numbers[ops.TOP])):
+            raise not_finite(top)
+
+    def probabilities(self, token: int) -> Probabilities:
+        """Those of a token, and of the tokens that were to be listed."""
+        self.check()
+        top, log_sum = float(self.numbers[ops.TOP]), math.log(self.numbers[ops.SUM])
+        ids = self._list[: self.words[ops.LISTED]]
+        ids = ids[np.argsort(-self._logits[ids], kind="stable")]
+        logprobs = self._logits[ids].astype(np.float64) - top - log_sum
+        likely = zip(ids.tolist(), logprobs.tolist(), strict=True)
+        return Probabilities(float(self._logits[token]) - top - log_sum, tuple(likely))
+
+
+def make_draws(draws: Sequence[Draw]) -> None:
+    """Answer what is asked about rows, in parallel."""
+    if len(draws) == 1:
+        ops.sample(draws[0].words[None])
+    elif draws:
+        ops.sample(table := np.stack([draw.words for draw in draws]))
+        for draw, words in zip(draws, table, strict=True):
+            draw.words[:] = words
+
+
 class Sampler:
     """Draws tokens one after another.
 
@@ -128,10 +175,18 @@ class Sampler:
         self.how = how
         self.probabilities: Probabilities | None = None  # of the last draw
         self._constraint, self._logprobs, self._seed = constraint, logprobs, how.seed
-        self._seen: deque[int] = deque(maxlen=how.repeat_last_n if 0 <= how.repeat_last_n < _MOST_TOKENS else None)
+        self._seen = array("q")
+        self._ahead: list[float] = []  # numbers of the next draws
         bias = how.biases
         self._biased = np.array(list(bias), np.int64)
         self._bias = np.array(list(bias.values()), np.float32)
+        self._words = np.zeros(ops.WORDS, np.int64)  # of every draw
+        words, numbers = self._words, self._words.view(np.float64)
+        words[ops.DRAWN], words[ops.TOP_K] = 1, min(how.top_k, _MOST_TOKENS)
+        numbers[[ops.TEMPERATURE, ops.TOP_P, ops.MIN_P]] = how.temperature, how.top_p, how.min_p
+        numbers[ops.PENALTY] = how.repeat_penalty
+        words[[ops.BIASED, ops.BIASES]] = self._biased.ctypes.data, self._bias.ctypes.data
+        words[ops.BIASED_COUNT] = words[ops.ADJUSTED] = self._biased.size
 
     @classmethod
     def of(
@@ -145,9 +200,9 @@ class Sampler:
     def copy(self, seed: int | None) -> Self:
         """This sampler as it is now, with a seed of its own, for another reply to the same request."""
         other = copy.copy(self)
-        other._seed = seed
+        other._seed, other._ahead = seed, []
         other.__dict__.pop("_random", None)
-        other._seen = self._seen.copy()
+        other._seen = self._seen[:]
         other._constraint = None if self._constraint is None else self._constraint.copy()
         return other
 
@@ -158,8 +213,12 @@ class Sampler:
     @property
     def plain(self) -> bool:
         """Whether a draw depends on its logits alone, and its probability is not asked for."""
-        depends = self.how.penalizes or self._biased.size or self._constraint is not None
-        return not depends and self._logprobs is None
+        return self.independent and not self._biased.size and self._logprobs is None
+
+    @property
+    def independent(self) -> bool:
+        """Whether a draw depends on the tokens before it by its logits alone."""
+        return not self.how.penalizes and self._constraint is None
 
     @property
     def complete(self) -> bool:
@@ -176,77 +235,84 @@ class Sampler:
         if self._biased.size and (largest := int(self._biased.max())) >= vocab:
             raise BridgeError(f"{parameter('logit_bias')} of token {largest}: the vocabulary has {vocab} tokens")
 
-    def __call__(self, logits: np.ndarray) -> int:
-        """A token for logits float32 [vocab]. Raises BridgeError if one is NaN or none is finite."""
-        top = logits.max()  # NaN, where there is one
-        if not np.isfinite(top):
-            raise not_finite(top)
-        adjusted = self._adjusted(logits)
-        if self._constraint is not None:
-            adjusted = self._constraint.mask(adjusted)
-            if adjusted.max() == -np.inf:
-                raise BridgeError(f"{parameter('logit_bias')} forbids all tokens that the schema allows; forbid fewer")
-        token = self._drawn(adjusted)
+    def __call__(self, logits: np.ndarray, draw: Draw | None = None) -> int:
+        """A token for logits float32 [vocab]; `draw`: their draw, if it has been made.
+
+        Raises BridgeError if one of them is NaN or none is finite.
+        """
+        if draw is None:
+            make_draws([draw := self.draw(logits)])
+        draw.check()
+        if not math.isfinite(draw.numbers[ops.ADJUSTED_TOP]):
+            forbidden = "every possible next token" if self._constraint is None else "all tokens that the schema allows"
+            raise BridgeError(f"{parameter('logit_bias')} forbids {forbidden}; forbid fewer")
+        token = int(draw.words[ops.TOKEN])
+        del self._ahead[:1]
         if self._constraint is not None:
             self._constraint.accept(token)
         if self.how.penalizes:
             self._seen.append(token)
         if self._logprobs is not None:
-            self.probabilities = probabilities(logits, token, self._logprobs)
+            self.probabilities = draw.probabilities(token)
         return token
 
-    def _drawn(self, logits: np.ndarray) -> int:
-        if self.how.temperature == 0:
-            return int(logits.argmax())
-        tokens, scores = self._candidates(logits.astype(np.float64))
-        weights = np.cumsum(np.exp((scores - scores[0]) / self.how.temperature))
-        drawn = self._random.random() * weights[-1]
-        return int(tokens[min(np.searchsorted(weights, drawn, "right"), len(tokens) - 1)])
+    def draw(self, logits: np.ndarray, before: int = 0) -> Draw:
+        """The draw from logits float32 [vocab], to be made before the next token is noted.
 
-    def _adjusted(self, logits: np.ndarray) -> np.ndarray:
-        """The logits with biases, then with the penalty of repetition; a copy if anything changes."""
-        if not self._biased.size and not self._seen:
-            return logits
-        logits = logits.copy()
-        logits[self._biased] += self._bias
+        before  number of tokens that will have been drawn by then, if a draw does not depend on them
+        """
+        self.check(logits.size)
+        allowed = None if self._constraint is None else self._constraint.allowed()
+        draw = Draw(self._words.copy(), logits, self._logprobs, allowed)
+        words = draw.words
+        if self.how.temperature > 0:
+            self._look_ahead(before + 1)
+            draw.numbers[ops.UNIFORM] = self._ahead[before]
         if self._seen:
-            seen = np.unique(np.array(self._seen))
-            values, penalty = logits[seen], np.float32(self.how.repeat_penalty)
-            logits[seen] = np.where(values > 0, values / penalty, values * penalty)
-        if not np.isfinite(logits.max()):
-            raise BridgeError(f"{parameter('logit_bias')} forbids every possible next token; forbid fewer")
-        return logits
+            start, count = self._seen.buffer_info()
+            recent = count if self.how.repeat_last_n < 0 else min(count, self.how.repeat_last_n)
+            words[ops.SEEN], words[ops.SEEN_COUNT] = start + 8 * (count - recent), recent
+            words[ops.ADJUSTED] = 1
+        if self._constraint is not None and allowed is not None:
+            words[ops.ALLOWED], words[ops.ALLOWED_COUNT] = allowed.ctypes.data, self._constraint.vocab
+            words[ops.ADJUSTED] = 1
+        return draw
 
     def uniform(self, count: int) -> np.ndarray:
-        """float64 [count]: the numbers in [0, 1) that the next draws would use, for a device that draws by itself."""
-        return self._random.random(count)
+        """float64 [count]: the numbers in [0, 1) of the next draws, which a device makes by itself."""
+        self._look_ahead(count)
+        numbers, self._ahead = self._ahead[:count], self._ahead[count:]
+        return np.array(numbers)
 
-    def _candidates(self, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens that remain, most likely first, and their logits."""
-        k = self.how.top_k
-        if 0 < k < logits.size:
-            tokens = np.argpartition(logits, -k)[-k:]
-            tokens = tokens[np.lexsort((tokens, -logits[tokens]))]
-        else:
-            tokens = np.argsort(-logits, kind="stable")
-        scores = logits[tokens]
-        weights = np.exp(scores - scores[0])
-        count = len(tokens)
-        if self.how.top_p < 1:
-            count = int(np.searchsorted(np.cumsum(weights), self.how.top_p * weights.sum())) + 1
-        if self.how.min_p > 0:
-            count = min(count, int((weights >= self.how.min_p).sum()))
-        return tokens[:count], scores[:count]
+    def _look_ahead(self, count: int) -> None:
+        """Have the numbers of so many draws."""
+        if (missing := count - len(self._ahead)) > 0:
+            self._ahead += self._random.random(missing).tolist()
 
 
-def probabilities(logits: np.ndarray, token: int, count: int) -> Probabilities:
-    """The log-probabilities of a token and of the `count` most likely ones, for logits float32 [vocab]."""
-    values = logits.astype(np.float64) - logits.max()
-    values -= np.log(np.exp(values).sum())
-    count = min(count, values.size)
-    best = np.argpartition(-values, count - 1)[:count] if count else np.empty(0, np.int64)
-    best = best[np.lexsort((best, -values[best]))]
-    return Probabilities(float(values[token]), tuple((int(t), float(values[t])) for t in best))
+def draws_ahead(samplers: Sequence[tuple[Sampler, int]], rows: np.ndarray) -> list[Draw | None]:
+    """The draws of rows float32 [n, vocab], so many in turn for each of the samplers; None for one to be made later.
+
+    A draw that depends on tokens that other rows of its sampler give is left for later, and so is one that fails: it
+    fails again then.
+    """
+    draws: list[Draw | None] = []
+    for sampler, count in samplers:
+        for before in range(count):
+            draw = None
+            if before == 0 or sampler.independent:
+                with suppress(BridgeError):
+                    draw = sampler.draw(rows[len(draws)], before)
+            draws.append(draw)
+    make_draws([draw for draw in draws if draw is not None])
+    return draws
+
+
+def probabilities(rows: np.ndarray, tokens: Sequence[int], count: int) -> list[Probabilities]:
+    """For rows of logits float32 [n, vocab]: log-probabilities of a token each, and of the `count` most likely ones."""
+    draws = [Draw(np.zeros(ops.WORDS, np.int64), row, count) for row in rows]
+    make_draws(draws)
+    return [draw.probabilities(token) for draw, token in zip(draws, tokens, strict=True)]
 
 
 def not_finite(value: object) -> BridgeError:

@@ -30,8 +30,8 @@ class Replay(Sampler):
         super().__init__(Sampling(temperature=0))
         self._reply = iter(reply)
 
-    def __call__(self, logits: np.ndarray) -> int:
-        super().__call__(logits)
+    def __call__(self, logits: np.ndarray, draw: Any = None) -> int:
+        super().__call__(logits, draw)
         return next(self._reply)
 
 

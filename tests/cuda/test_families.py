@@ -97,7 +97,7 @@ def test_what_states_became_in_a_prompt_that_failed_is_forgotten(tmp_path: Path,
         cached = decoder.kept(TOKENS[:8])
         token = next(decoder.draw(TOKENS[:9], sampler := Sampler(Sampling(0), logprobs=0), cached))
         assert sampler.probabilities is not None
-        expected = probabilities(right[0], token, 0).logprob
+        expected = probabilities(right[:1], [token], 0)[0].logprob
         assert sampler.probabilities.logprob == pytest.approx(expected, abs=1e-4)
 
 

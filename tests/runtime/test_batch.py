@@ -14,6 +14,7 @@ from bridge.runtime.decoder.decoder import Decoder
 from bridge.runtime.layers.kv_cache import KINDS
 from bridge.runtime.model import Model
 from bridge.runtime.replies.batch import PART
+from bridge.system.threads import pool
 from tests.conftest import CHECKPOINT
 
 LONG = "What is that to me? " * 60
@@ -50,6 +51,29 @@ def test_a_sequence_that_joins_others_gets_the_reply_that_it_gets_alone(model: M
     assert [first.finish, late.finish, len(first.tokens)] == ["length", "length", 30]
     scored = list(model.generate_scored(LONG, 12, logprobs=2, **GREEDY))
     assert late.tokens == [token.token for token in scored]
+
+
+HOWS: tuple[dict[str, Any], ...] = (
+    {"seed": 1}, {"seed": 2, "repeat_penalty": 1.5}, {"seed": 3, "top_k": 0, "logit_bias": {5: 3.0}},
+    {"seed": 4, "temperature": 1.5, "min_p": 0.0}, {"temperature": 0}, {"seed": 5, "regex": "[a-z ]{30,40}"},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("draft", [None, "ngram"])
+def test_each_draws_as_it_does_alone_whoever_else_there_is(draft: str | None, threads: int, model: Model) -> None:
+    pytest.importorskip("llguidance")
+    prompt, before = "to be or not to be or not to be or", pool.get_num_threads()
+    replies = [list(model.generate_tokens(prompt, 24, **how)) for how in HOWS]
+    pool.set_num_threads(threads)
+    try:
+        with model.batch(3, draft=draft) as batch:
+            generations = [batch.add(prompt, 24, logprobs=i % 2 or None, **how) for i, how in enumerate(HOWS)]
+            for _ in batch:
+                pass
+    finally:
+        pool.set_num_threads(before)
+    assert [generation.tokens for generation in generations] == replies
 
 
 def test_a_long_prompt_delays_others_by_a_part_at_a_time(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -495,11 +495,11 @@ def test_work_that_nobody_waits_for_is_told_so_and_holds_its_place(model: Model)
 def test_a_reply_that_fails_leaves_no_others_waiting(model: Model, monkeypatch: Any) -> None:
     draw, draws = request_json.Sampler.__call__, list[int]()
 
-    def first_fails(sampler: Any, logits: np.ndarray) -> int:
+    def first_fails(sampler: Any, *row: Any) -> int:
         draws.append(1)
         if len(draws) == 1:
             raise BridgeError("no token fits")
-        return draw(sampler, logits)
+        return draw(sampler, *row)
 
     monkeypatch.setattr(request_json.Sampler, "__call__", first_fails)
     with client_of(model) as client:

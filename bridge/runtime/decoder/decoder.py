@@ -21,6 +21,7 @@ import numpy as np
 from bridge.blocks.read import READ
 from bridge.runtime.config.decoder_config import DecoderConfig
 from bridge.runtime.cpu.engines import engine
+from bridge.runtime.cpu.ops import sampling_ops
 from bridge.runtime.cpu.ops.attention import SPAN
 from bridge.runtime.cpu.ops.passes import Kernels
 from bridge.runtime.decoder.cpu_machine import CpuMachine, unfit
@@ -242,9 +243,11 @@ class Decoder:
         return program
 
     def _functions(self, machine: CpuMachine) -> list[CFunction]:
-        """The C functions of products, of each type's; for the steps of one sequence, also when they are prepared."""
+        """The C functions of draws and of each type's products; for the steps of one sequence, also when they are
+        prepared."""
         integer = self.precision == "int8"
-        functions = self.output.functions(machine.n if machine.one_token_each else 1, integer)
+        head = self.output.functions(machine.n if machine.one_token_each else 1, integer)
+        functions = [sampling_ops.function(), *head]
         for matrix in {matrix.type: matrix for matrix in self._matrices}.values():
             functions += matrix.functions(machine.count, integer)
             if machine.n == 1 and self._prepared < len(self._matrices):

@@ -16,7 +16,6 @@ or copies, the keys and values of the longest prefix that any context holds, als
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
 from typing import Any, Self
 
 import numpy as np
@@ -26,7 +25,7 @@ from bridge.runtime.decoder.decoder import BATCH, WIDEST
 from bridge.runtime.layers.kv_cache import KVCache
 from bridge.runtime.replies.generation import Reply, ScoredToken, stop_texts
 from bridge.runtime.replies.speculation import NgramDrafter, Speculation
-from bridge.runtime.sampling import Sampler
+from bridge.runtime.sampling import Draw, Sampler, draws_ahead
 from bridge.runtime.tokenizer import Tokenizer, common_prefix
 from bridge.system.options import check_integer
 
@@ -70,13 +69,13 @@ class Generation:
         """The text that came since the last call; with `logprobs`, its tokens and their probabilities too."""
         return self._reply.take()
 
-    def draw(self, logits: np.ndarray, room: bool) -> bool:
-        """Add the next token, for float32 [vocab]; `room`: whether the context can take it.
+    def draw(self, logits: np.ndarray, room: bool, draw: Draw | None = None) -> bool:
+        """Add the next token, for float32 [vocab]; `room`: whether the context can take it; `draw`: see `Sampler`.
 
         Returns whether it is the token that was guessed, and another may be drawn.
         """
         try:
-            token = self.sampler(logits)
+            token = self.sampler(logits, draw)
         except BridgeError as problem:
             self.end("error", problem)
             return False
@@ -234,17 +233,20 @@ class Batch:
         ]
         caches = [slot.cache for slot, part in zip(slots, parts, strict=True) for _ in part]
         before = [slot.cache.length for slot in slots]
-        rows = iter(decoder.step(caches, [token for part in parts for token in part]))
+        rows = decoder.step(caches, [token for part in parts for token in part])
+        samplers = [generation.sampler for generation in generations]
+        draws = draws_ahead(list(zip(samplers, map(len, parts), strict=True)), rows)
         self.steps += 1
         self._budget = PART
+        first = 0
         for slot, generation, part, length in zip(slots, generations, parts, before, strict=True):
-            going = True
-            for row in islice(rows, len(part)):
-                if going:
-                    length += 1
-                    going = generation.draw(row, length < slot.cache.context)
-                    self.step_tokens += 1
+            for row in range(first, first + len(part)):
+                length += 1
+                self.step_tokens += 1
+                if not generation.draw(rows[row], length < slot.cache.context, draws[row]):
+                    break
             slot.cache.length = length
+            first += len(part)
         return generations
 
     def _read(self, decoder: Any, slot: _Slot) -> list[Generation]:

@@ -29,8 +29,9 @@ class TokenScorer:
         """States float32 [n, hidden] of the tokens from `position` on."""
         for first in range(0, min(len(states), len(self._ids) - 1 - position), _ROWS):
             rows = self._decoder.logits(states[first : first + _ROWS])
-            for row, token in zip(rows, self._ids[position + first + 1 :], strict=False):
-                noted = probabilities(row, token, self._top)
+            following = self._ids[position + first + 1 :][: len(rows)]
+            noted_rows = probabilities(rows[: len(following)], following, self._top)
+            for token, noted in zip(following, noted_rows, strict=True):
                 text = self._tokenizer.piece(token).decode("utf-8", "replace")
                 self.tokens.append(ScoredToken(token, text, noted.logprob, noted.top))
 
