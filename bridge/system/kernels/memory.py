@@ -1,4 +1,4 @@
-"""Kernels on plain addresses: C functions, arrays, halves and small vector products.
+"""Kernels on plain addresses: C functions, arrays, halves and vectors.
 
 A decoder's kernels get addresses as the products do (see interleaved.py), and have the same signature, so
 that a whole token is computed by one table of calls (see program.py).
@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from bridge.system.cpu import machine
 from bridge.system.kernels import ir
 from bridge.system.kernels.jit import arrayobj, cgutils, inner, intrinsic, types
 
@@ -130,49 +129,6 @@ def next_line(address):
 def floats(address, count):
     """float32 [count] at an address."""
     return array_at(address, count, np.float32)
-
-
-def rows_together(rows: int) -> list[range]:
-    """The rows of a product with `LANES` columns whose sums the registers hold: 16 and 32 narrower ones hold four."""
-    most = 8 if "avx512f" in machine.features() else 4
-    return [range(first, min(first + most, rows)) for first in range(0, rows, most)]
-
-
-@cache
-def panel(rows: int, halves: bool) -> Any:
-    """panel(a, a_stride, b, b_stride, count, c, c_stride): c[r, :] = sum over i < count of a[r, i] * b[i, :].
-
-    r < rows; c and b have 16 columns; a and c are float32, b is float32 or halves. Strides in bytes.
-    """
-
-    @intrinsic
-    def multiply(typingctx, a, a_stride, b, b_stride, count, c, c_stride):
-        def emit(context, builder, signature, arguments):
-            a, a_stride, b, b_stride, count, c, c_stride = arguments
-            vector = ir.VectorType(ir.F16 if halves else ir.F32, LANES)
-            floats = ir.VectorType(ir.F32, LANES)
-            zero = ir.Constant(floats, [0.0] * LANES)
-            for block in rows_together(rows):
-                totals = [cgutils.alloca_once_value(builder, zero) for _ in block]
-                starts = [builder.add(a, builder.mul(a_stride, ir.I64(r))) for r in block]
-                with cgutils.for_range(builder, count) as loop:
-                    address = builder.add(b, builder.mul(b_stride, loop.index))
-                    values = builder.load(builder.inttoptr(address, vector.as_pointer()), align=2 if halves else 4)
-                    if halves:
-                        values = builder.fpext(values, floats)
-                    for start, total in zip(starts, totals, strict=True):
-                        element = builder.add(start, builder.shl(loop.index, ir.I64(2)))
-                        scalar = builder.load(builder.inttoptr(element, ir.F32.as_pointer()), align=4)
-                        factor = spread(builder, scalar, floats)
-                        builder.store(fma(builder, factor, values, builder.load(total)), total)
-                for r, total in zip(block, totals, strict=True):
-                    target = builder.add(c, builder.mul(c_stride, ir.I64(r)))
-                    builder.store(builder.load(total), builder.inttoptr(target, floats.as_pointer()), align=4)
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 7), emit
-
-    return multiply
 
 
 def call_intrinsic(

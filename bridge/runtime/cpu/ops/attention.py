@@ -1,13 +1,19 @@
 """Attention over a cache of keys and values: rotation, storing, and the weighted sum.
 
-A layer's cache is laid out so that both products read it as rows of 16 values, the form of `memory.panel`:
+A layer's cache is laid out so that both products read it as rows of 16 values, a panel of `panels.py`:
 
     keys    [kv_heads, context / 16, head_dim, 16]     16 positions side by side
     values  [kv_heads, head_dim / 16, context, 16]     16 elements side by side
 
 in halves, float32, or int8 with a half scale for 32 elements (q8_0): keys' scales [kv_heads, context / 16,
-head_dim / 32, 16], values' [kv_heads, context, head_dim / 32]. The heads that share keys, and several tokens
-of a prompt, are rows of one product, 8 at a time: each row group reads the cache once.
+head_dim / 32, 16], values' [kv_heads, context, head_dim / 32].
+
+The heads that share keys, and several tokens of a prompt, are rows of one product. `ROWS` of them go together over
+tiles of `TILE` positions, so that keys and values of a tile come from memory (and are unpacked) once for all of them,
+and from the second level's cache for each 8. What a row has summed so far is exp(s - m) v, with its largest score m:
+where a tile has a larger one, the sum is multiplied by exp(m - larger m) (flash attention, arXiv:2205.14135). So memory
+does not grow with the context, tiles outside a window or a chunk are not read, and a row's result is the same however
+a prompt is cut.
 
 A model has 4 to 8 key-value heads, fewer than a server has cores. So where a single token is computed, a context of
 more than `SPAN` positions is cut into spans: `attend` stores for each head and span the sum of exp(s - max)
@@ -18,15 +24,15 @@ The arguments are blocks of int64 words, named below: one for the tokens of a ba
 several sequences, each of which has its own cache and a single token.
 """
 
-from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 
 from bridge.runtime.cpu.ops.decoder_ops import exp, square_sum
+from bridge.runtime.cpu.ops.panels import TOGETHER, by_rows, panels, unpack
 from bridge.system.kernels.jit import CFunction, c_function, inner, maker, specialize
-from bridge.system.kernels.memory import allocate, array_at, floats, free, from_half, next_line, panel, to_half
+from bridge.system.kernels.memory import LANES, allocate, array_at, floats, free, next_line, to_half
 
 # words of a layer's block; addresses first. Biases, head norms, sinks, temperatures, the cap on scores, the window and
 # the chunk may be 0, and K: then there are no keys to store. PRODUCTS and PLAIN are latent_attention.py's
@@ -34,18 +40,19 @@ from bridge.system.kernels.memory import allocate, array_at, floats, free, from_
  SINKS, TEMPERATURES, HEADS, KV_HEADS, HEAD_DIM, ROTATED, NEIGHBOURS, NORM_LAST, CONTEXT, TOKENS, EPS, SCALE, CAP,
  WINDOW, CHUNK, PRODUCTS, PLAIN, WORDS) = range(34)  # fmt: skip
 
-LANES = 16
-ROWS = 8
+ROWS = 32  # that go over a tile together
+TILE = 128  # positions: 128 KB of keys and values for halves in heads of 256
 SPAN = 256  # positions: 32 KB of keys and as much of values for halves in heads of 64
 BLOCK = 32  # elements that share a scale in q8_0
 
-# set by `function`
+# set by `function` and `attend_function`
 halves = quantized = False
-_panel: Any = None
-panel_1: Any = None
-panel_2: Any = None
-panel_4: Any = None
-panel_8: Any = None
+sizes: Any = None
+tile_at: Any = None
+key_scores: Any = None
+weigh: Any = None
+unpack_each: Any = None
+unpack_all: Any = None
 
 
 @inner
@@ -162,36 +169,33 @@ def _top(x):
 
 
 @partial(inner, fastmath={"reassoc"})
-def _total(x):
-    """The sum, in float64."""
-    total = 0.0
+def _exponentials(x, top):
+    """x becomes exp(x - top); its sum."""
+    total = np.float32(0)
     for i in range(x.size):
-        total += np.float64(x[i])
+        x[i] = exp(x[i] - top)
+        total += x[i]
     return total
 
 
 @inner
-def softmax(scores, low, visible, cap, sink):
-    """exp(s - max) over the scores low..visible, zero over the others; max and the sum.
+def _softmax(scores, low, visible, cap, top):
+    """exp(s - max) over the scores low..visible, zero over the others; max, at least `top`, and the sum.
 
     cap   c > 0: of c tanh(s / c)
-    sink  one more score, of no position, which max and sum include; -inf: there is none
     """
     for i in range(low):
         scores[i] = 0
     for i in range(visible, scores.size):
         scores[i] = 0
     if low >= visible:
-        return sink, 1.0 if sink > -np.inf else 0.0
+        return top, np.float32(0)
     if cap > 0:
         for i in range(low, visible):
             scores[i] = cap - 2 * cap / (exp(np.float32(2) * scores[i] / cap) + np.float32(1.0))
     seen = scores[low:visible]
-    top = max(sink, _top(seen))
-    for i in range(seen.size):
-        seen[i] = exp(seen[i] - top)
-    total = np.float64(exp(sink - top)) if sink > -np.inf else 0.0
-    return top, total + _total(seen)
+    top = max(top, _top(seen))
+    return top, _exponentials(seen, top)
 
 
 @inner
@@ -202,8 +206,8 @@ def _first_seen(p, position):
     return max(0, position + 1 - p[WINDOW]) if p[WINDOW] else 0
 
 
-def _attend(blocks, count, spans, parts, sums, most, _0, first, last):
-    """out = softmax(scale q k^T) v for items first..last: row groups of `count` blocks, for one span after another.
+def attend(blocks, count, spans, parts, sums, most, _0, first, last):
+    """out = softmax(scale q k^T) v for items first..last: `ROWS` rows of `count` blocks, for one span after another.
 
     spans   address of the number of spans, at most `most`
     parts   address of float32 [count, heads, most, head_dim], and
@@ -211,34 +215,29 @@ def _attend(blocks, count, spans, parts, sums, most, _0, first, last):
     """
     parted = array_at(spans, 1, np.int64)[0] > 1
     p = array_at(blocks, WORDS, np.int64)
-    heads, kv_heads, d, context, tokens = p[HEADS], p[KV_HEADS], p[HEAD_DIM], p[CONTEXT], p[TOKENS]
+    heads, kv_heads, d, tokens = p[HEADS], p[KV_HEADS], p[HEAD_DIM], p[TOKENS]
+    width, tile_bytes = sizes(p)
     scale = np.float32(array_at(blocks, WORDS, np.float64)[SCALE])
     cap = np.float32(array_at(blocks, WORDS, np.float64)[CAP])
     shared = heads // kv_heads
     per_head = (tokens * shared + ROWS - 1) // ROWS
     groups = kv_heads * per_head
     chunks = (d + LANES - 1) // LANES
-    scales = (d + BLOCK - 1) // BLOCK
-    width = SPAN
-    if not parted:
-        for b in range(count):
-            p = array_at(blocks + 8 * WORDS * b, WORDS, np.int64)
-            start = array_at(p[START], 1, np.int64)[0]
-            width = max(width, (start + tokens + LANES - 1) // LANES * LANES)
-    # sums of exp [ROWS] as float64, maxima [ROWS], q [ROWS, d], scores [ROWS, width], part [ROWS, LANES], a panel
-    panel_size = max(d, width) * LANES if quantized else 0
-    memory = allocate(12 * ROWS + 4 * (ROWS * (d + width + LANES) + panel_size) + 64)
+    item_bytes = 2 if halves else 4
+    most_rows = min(ROWS, (tokens * shared + TOGETHER - 1) // TOGETHER * TOGETHER)
+    # sums of exp as float64, maxima, shares, q [rows, width], results [rows, 16 chunks], scores [TOGETHER, TILE]
+    memory = allocate(16 * ROWS + 4 * (most_rows * (width + LANES * chunks) + TOGETHER * TILE) + tile_bytes + 64)
     first_byte = next_line(memory)
     totals = array_at(first_byte, ROWS, np.float64)
     tops = floats(first_byte + 8 * ROWS, np.int64(ROWS))
-    a = first_byte + 12 * ROWS
-    s = a + 4 * ROWS * d
-    c = s + 4 * ROWS * width
-    u = c + 4 * ROWS * LANES
-    q, part, unpacked = floats(a, ROWS * d), floats(c, np.int64(ROWS * LANES)), floats(u, panel_size)
-    for i in range(ROWS * d):
+    shares = floats(first_byte + 12 * ROWS, np.int64(ROWS))
+    a = first_byte + 16 * ROWS
+    c = a + 4 * most_rows * width
+    s = c + 4 * most_rows * LANES * chunks
+    u = s + 4 * TOGETHER * TILE
+    q, results = floats(a, most_rows * width), floats(c, most_rows * LANES * chunks)
+    for i in range(q.size):
         q[i] = 0
-    stride = 2 * LANES if halves else 4 * LANES
     for item in range(first, last):
         span = item // (count * groups)
         b = item % (count * groups) // groups
@@ -247,73 +246,107 @@ def _attend(blocks, count, spans, parts, sums, most, _0, first, last):
         h = item % groups // per_head
         row0 = item % per_head * ROWS
         rows = min(ROWS, tokens * shared - row0)
-        begin = span * width
-        end = min(start + (row0 + rows - 1) // shared + 1, begin + width)
-        outside = parted and begin > 0 and begin + width <= _first_seen(p, start)
-        if begin >= end or outside:  # a sequence that is shorter than others, or a span before its window
+        begin = max(span * SPAN, _first_seen(p, start + row0 // shared)) // TILE * TILE
+        end = start + (row0 + rows - 1) // shared + 1
+        if parted:
+            end = min(end, (span + 1) * SPAN)
+        if begin >= end and span > 0:  # a sequence that is shorter than others, or a span before its window
             for r in range(rows):
                 span_sums = floats(sums + 8 * ((b * heads + h * shared + row0 + r) * most + span), np.int64(2))
                 span_sums[0], span_sums[1] = 0, 0
             continue
         for r in range(rows):
-            t = (row0 + r) // shared
-            source = floats(p[Q] + 4 * d * (t * heads + h * shared + (row0 + r) % shared), d)
+            t, head = (row0 + r) // shared, h * shared + (row0 + r) % shared
+            source = floats(p[Q] + 4 * width * (t * heads + head), width)
             own_scale = scale
             if p[TEMPERATURES]:
                 own_scale *= floats(p[TEMPERATURES] + 4 * (start + t), 1)[0]
-            for i in range(d):
-                q[r * d + i] = source[i] * own_scale
-        columns = (end - begin + LANES - 1) // LANES * LANES
-        for g in range(begin // LANES, (begin + columns) // LANES):
-            offset = (h * (context // LANES) + g) * d * LANES
-            if quantized:
-                keys8 = array_at(p[KEYS] + offset, (d, LANES), np.int8)
-                scales_at = p[KEY_SCALES] + 2 * (h * (context // LANES) + g) * scales * LANES
-                key_scales = array_at(scales_at, (scales, LANES), np.uint16)
-                for i in range(d):
-                    for lane in range(LANES):
-                        unpacked[i * LANES + lane] = np.float32(keys8[i, lane]) * from_half(
-                            key_scales[i // BLOCK, lane]
-                        )
-                rows16 = u
-            else:
-                rows16 = p[KEYS] + offset * (2 if halves else 4)
-            _panel(rows, a, 4 * d, rows16, stride, d, s + 4 * (LANES * g - begin), 4 * width)
+            for i in range(width):
+                q[r * width + i] = source[i] * own_scale
+            tops[r], totals[r] = -np.inf, 0
+            if p[SINKS] and span == 0:  # one more score, of no position and no value
+                tops[r], totals[r] = floats(p[SINKS] + 4 * head, 1)[0], 1
+        for i in range(results.size):
+            results[i] = 0
+        for tile in range(begin, end, TILE):
+            keys, values, stride, step = tile_at(p, h, tile, min(TILE, end - tile), u)
+            for row in range(0, rows, TOGETHER):
+                group = min(TOGETHER, rows - row)
+                low = max(tile, _first_seen(p, start + (row0 + row) // shared)) // LANES * LANES
+                high = min(tile + TILE, end, start + (row0 + row + group - 1) // shared + 1)
+                if low >= high:
+                    continue
+                key_rows = keys + (low - tile) * width * item_bytes
+                key_scores(group, a + 4 * row * width, 4 * width, key_rows, high - low, s)
+                for r in range(row, row + group):
+                    position = start + (row0 + r) // shared
+                    seen = floats(s + 4 * TILE * (r - row), high - low)
+                    before = tops[r]
+                    tops[r], total = _softmax(
+                        seen, max(0, _first_seen(p, position) - low), min(position + 1, high) - low, cap, before
+                    )
+                    shares[r] = exp(before - tops[r]) if tops[r] > before else np.float32(1)
+                    totals[r] = totals[r] * shares[r] + total
+                weigh(
+                    group, s, 4 * TILE, values + (low - tile) * stride, stride, step, high - low, chunks,
+                    c + 4 * row * LANES * chunks, 4 * LANES * chunks, first_byte + 12 * ROWS + 4 * row,
+                )  # fmt: skip
         for r in range(rows):
-            seen = start + (row0 + r) // shared + 1
-            low = min(max(0, _first_seen(p, seen - 1) - begin), columns)
-            scores = floats(s + 4 * width * r, columns)
-            sink = np.float32(-np.inf)
-            if p[SINKS] and begin == 0:
-                sink = floats(p[SINKS] + 4 * (h * shared + (row0 + r) % shared), 1)[0]
-            tops[r], totals[r] = softmax(scores, low, min(seen - begin, columns), cap, sink)
-        for j in range(chunks):
-            offset = ((h * chunks + j) * context + begin) * LANES
-            if quantized:
-                values8 = array_at(p[VALUES] + offset, (end - begin, LANES), np.int8)
-                scales_at = p[VALUE_SCALES] + 2 * (h * context + begin) * scales
-                value_scales = array_at(scales_at, (end - begin, scales), np.uint16)
-                for i in range(end - begin):
-                    step = from_half(value_scales[i, j * LANES // BLOCK])
-                    for lane in range(LANES):
-                        unpacked[i * LANES + lane] = np.float32(values8[i, lane]) * step
-                rows16 = u
-            else:
-                rows16 = p[VALUES] + offset * (2 if halves else 4)
-            _panel(rows, s, 4 * width, rows16, stride, end - begin, c, 4 * LANES)
-            for r in range(rows):
-                head = h * shared + (row0 + r) % shared
-                if parted:
-                    out = floats(parts + 4 * d * ((b * heads + head) * most + span), d)
-                    inverse = np.float32(1)
-                    span_sums = floats(sums + 8 * ((b * heads + head) * most + span), np.int64(2))
-                    span_sums[0], span_sums[1] = tops[r], np.float32(totals[r])
-                else:
-                    out = floats(p[OUT] + 4 * d * ((row0 + r) // shared * heads + head), d)
-                    inverse = np.float32(1.0 / totals[r])
-                for i in range(j * LANES, min(d, (j + 1) * LANES)):
-                    out[i] = part[r * LANES + i - j * LANES] * inverse
+            t, head = (row0 + r) // shared, h * shared + (row0 + r) % shared
+            out = floats(p[OUT] + 4 * d * (t * heads + head), d)
+            inverse = np.float32(1.0 / totals[r])
+            if parted:
+                out = floats(parts + 4 * d * ((b * heads + head) * most + span), d)
+                inverse = np.float32(1)
+                span_sums = floats(sums + 8 * ((b * heads + head) * most + span), np.int64(2))
+                span_sums[0], span_sums[1] = tops[r], np.float32(totals[r])
+            for i in range(d):
+                out[i] = results[r * LANES * chunks + i] * inverse
     free(memory)
+
+
+def _sizes(p):
+    """Elements of a row of q, and bytes of a tile's keys and values where they are unpacked."""
+    d = p[HEAD_DIM]
+    return d, 4 * TILE * (d + (d + LANES - 1) // LANES * LANES) if quantized else 0
+
+
+def _tile_at(p, h, begin, count, memory):
+    """Keys and values of a head from position `begin` on: the addresses of their panels of float32 or halves, bytes
+    from a row of values to the next, and from a panel of values to the next. int8 is unpacked into `memory`.
+    """
+    d, context = p[HEAD_DIM], p[CONTEXT]
+    chunks = (d + LANES - 1) // LANES
+    keys = (h * (context // LANES) + begin // LANES) * d * LANES
+    values = (h * chunks * context + begin) * LANES
+    if not quantized:
+        item_bytes = 2 if halves else 4
+        stride = LANES * item_bytes
+        return p[KEYS] + keys * item_bytes, p[VALUES] + values * item_bytes, stride, context * stride
+    scales = (d + BLOCK - 1) // BLOCK
+    key_scales = p[KEY_SCALES] + 2 * (h * (context // LANES) + begin // LANES) * scales * LANES
+    for g in range((count + LANES - 1) // LANES):
+        for i in range(d):
+            row = g * d + i
+            unpack_each(
+                p[KEYS] + keys + LANES * row, key_scales + 2 * LANES * (g * scales + i // BLOCK), memory + 64 * row
+            )
+    unpacked = memory + 4 * TILE * d
+    value_scales = p[VALUE_SCALES] + 2 * (h * context + begin) * scales
+    for j in range(chunks):
+        for i in range(count):
+            unpack_all(
+                p[VALUES] + values + LANES * (j * context + i), value_scales + 2 * (i * scales + j * LANES // BLOCK),
+                unpacked + 64 * (j * TILE + i),
+            )  # fmt: skip
+    return memory, unpacked, 4 * LANES, 4 * LANES * TILE
+
+
+def _key_scores(rows, q, q_stride, keys, count, out):
+    """out float32 [rows, TILE]: q k^T, for `count` positions and those that fill a panel."""
+    stride = LANES * (2 if halves else 4)
+    d = q_stride // 4
+    weigh(rows, q, q_stride, keys, stride, d * stride, d, (count + LANES - 1) // LANES, out, 4 * TILE, np.int64(0))
 
 
 def _merge(blocks, count, spans, parts, sums, most, _0, first, last):
@@ -344,21 +377,19 @@ def _merge(blocks, count, spans, parts, sums, most, _0, first, last):
             out[i] *= inverse
 
 
-def panel_of_rows(rows, a, a_stride, b, b_stride, count, c, c_stride):
-    """The narrowest of the compiled products that has `rows` rows; those beyond are computed and not used."""
-    if rows > 4:
-        panel_8(a, a_stride, b, b_stride, count, c, c_stride)
-    elif rows > 2:
-        panel_4(a, a_stride, b, b_stride, count, c, c_stride)
-    elif rows > 1:
-        panel_2(a, a_stride, b, b_stride, count, c, c_stride)
-    else:
-        panel_1(a, a_stride, b, b_stride, count, c, c_stride)
+@cache
+def weighing(kind: str) -> Any:
+    """The products of rows with panels of a kind of cache."""
+    return by_rows(partial(panels, halves=kind == "f16"), kind)
 
 
-def by_rows(make: Callable[[int], Any], suffix: str) -> Any:
-    """`panel_of_rows` for the products that `make` compiles for so many rows."""
-    return specialize(panel_of_rows, suffix, inner, **{f"panel_{rows}": make(rows) for rows in (1, 2, 4, 8)})
+def attend_function(kind: str, suffix: str, sizes: Any, tile_at: Any, key_scores: Any, **own: Any) -> CFunction:
+    """`attend` as a C function for a kind of cache, on tiles that the three functions describe."""
+    scope = {"halves": kind == "f16", "quantized": kind == "q8_0"}
+    own |= {"weigh": weighing(kind), "unpack_each": unpack(True), "unpack_all": unpack(False)}
+    functions = {"sizes": sizes, "tile_at": tile_at, "key_scores": key_scores}
+    functions = {name: specialize(made, kind, inner, **scope, **own) for name, made in functions.items()}
+    return c_function(attend, suffix, **functions, **scope, weigh=own["weigh"])
 
 
 @maker
@@ -366,7 +397,6 @@ def function(name: str, kind: str) -> CFunction:
     """ "store", "attend" or "merge" for a kind of cache (f16, q8_0, f32), as a C function."""
     if name == "merge":
         return c_function(_merge)
-    scope: dict[str, Any] = {"halves": kind == "f16", "quantized": kind == "q8_0"}
     if name == "store":
-        return c_function(_store, kind, **scope)
-    return c_function(_attend, kind, _panel=by_rows(partial(panel, halves=kind == "f16"), kind), **scope)
+        return c_function(_store, kind, halves=kind == "f16", quantized=kind == "q8_0")
+    return attend_function(kind, kind, _sizes, _tile_at, _key_scores)
