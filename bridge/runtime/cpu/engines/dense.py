@@ -7,15 +7,15 @@ and a step of the innermost loop makes 128 multiplications of a load of weights 
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import numpy as np
 
 from bridge.runtime.cpu.engines.floats import wide_rows_function
+from bridge.runtime.cpu.machine.panels import panels
 from bridge.system.kernels import ir
-from bridge.system.kernels.jit import CFunction, c_function, cgutils, intrinsic, maker, types
-from bridge.system.kernels.memory import LANES, allocate, array_at, floats, fma, free, next_line, rows_together, spread
+from bridge.system.kernels.jit import CFunction, c_function, intrinsic, maker, types
+from bridge.system.kernels.memory import LANES, allocate, array_at, floats, free, next_line
 from bridge.system.threads.pool import MIN_BYTES_TO_SHARE, share_items
 from bridge.system.threads.words import call
 
@@ -27,43 +27,9 @@ _PART = 1024  # columns: 256 KB of a tile
 (RAW, WIDEN, X, Y, ROW_BYTES, ROWS, COLUMNS, VECTORS, WORDS) = range(9)
 
 # set by `tiles_function`
-multiply_8: Any = None
-multiply_4: Any = None
-multiply_2: Any = None
-multiply_1: Any = None
-
-
-@cache
-def _multiplying(vectors: int) -> Any:
-    """multiply(x, x_stride, weights, count, y, y_stride): y[v, :] += sum over i < count of x[v, i] * weights[i, :].
-
-    v < vectors; y and weights have 16 columns; all are float32. Strides in bytes.
-    """
-
-    @intrinsic
-    def multiply(typingctx, x, x_stride, weights, count, y, y_stride):
-        def emit(context, builder, signature, arguments):
-            x, x_stride, weights, count, y, y_stride = arguments
-            vector = ir.VectorType(ir.F32, LANES)
-            for together in rows_together(vectors):
-                places = [builder.add(y, builder.mul(y_stride, ir.I64(v))) for v in together]
-                pointers = [builder.inttoptr(place, vector.as_pointer()) for place in places]
-                totals = [cgutils.alloca_once_value(builder, builder.load(pointer, align=4)) for pointer in pointers]
-                starts = [builder.add(x, builder.mul(x_stride, ir.I64(v))) for v in together]
-                with cgutils.for_range(builder, count) as loop:
-                    address = builder.add(weights, builder.mul(loop.index, ir.I64(4 * LANES)))
-                    row = builder.load(builder.inttoptr(address, vector.as_pointer()), align=4)
-                    for start, total in zip(starts, totals, strict=True):
-                        element = builder.add(start, builder.shl(loop.index, ir.I64(2)))
-                        scalar = builder.load(builder.inttoptr(element, ir.F32.as_pointer()), align=4)
-                        builder.store(fma(builder, spread(builder, scalar, vector), row, builder.load(total)), total)
-                for total, pointer in zip(totals, pointers, strict=True):
-                    builder.store(builder.load(total), pointer, align=4)
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 6), emit
-
-    return multiply
+panels_8: Any = None
+panels_4: Any = None
+panels_1: Any = None
 
 
 @intrinsic
@@ -98,9 +64,14 @@ def _tiles(product, _0, _1, _2, _3, _4, _5, first, last):
     """The tiles first..last-1 of a product's rows: y = x W^T."""
     p = array_at(product, WORDS, np.int64)
     rows, columns, vectors = p[ROWS], p[COLUMNS], p[VECTORS]
+    panel = 4 * LANES * columns
     padded = columns + LANES
-    memory = allocate(4 * TILE * (2 * padded + vectors) + 3 * 64)
-    widened = next_line(memory)
+    memory = allocate(4 * TILE * (2 * padded + vectors) + 4 * 64)
+    ones = next_line(memory)
+    factors = floats(ones, np.int64(LANES))
+    for i in range(LANES):
+        factors[i] = 1
+    widened = ones + 64
     tile = next_line(widened + 4 * TILE * padded)
     sums = next_line(tile + 4 * TILE * padded)
     for item in range(first, last):
@@ -116,23 +87,19 @@ def _tiles(product, _0, _1, _2, _3, _4, _5, first, last):
         for i in range(vectors * TILE):
             totals[i] = 0
         for start in range(0, columns, _PART):
-            length = min(_PART, columns - start)
+            length, weights = min(_PART, columns - start), tile + 4 * LANES * start
             v = 0
             while v < vectors:
-                x = p[X] + 4 * (v * columns + start)
-                left = vectors - v
-                for group in range(groups):
-                    weights = tile + 4 * LANES * (group * columns + start)
-                    y = sums + 4 * (v * TILE + group * LANES)
-                    if left >= 8:
-                        multiply_8(x, 4 * columns, weights, length, y, 4 * TILE)
-                    elif left >= 4:
-                        multiply_4(x, 4 * columns, weights, length, y, 4 * TILE)
-                    elif left >= 2:
-                        multiply_2(x, 4 * columns, weights, length, y, 4 * TILE)
-                    else:
-                        multiply_1(x, 4 * columns, weights, length, y, 4 * TILE)
-                v += 8 if left >= 8 else 4 if left >= 4 else 2 if left >= 2 else 1
+                x, y = p[X] + 4 * (v * columns + start), sums + 4 * v * TILE
+                if vectors - v >= 8:
+                    panels_8(x, 4 * columns, weights, 4 * LANES, panel, length, groups, y, 4 * TILE, ones)
+                    v += 8
+                elif vectors - v >= 4:
+                    panels_4(x, 4 * columns, weights, 4 * LANES, panel, length, groups, y, 4 * TILE, ones)
+                    v += 4
+                else:
+                    panels_1(x, 4 * columns, weights, 4 * LANES, panel, length, groups, y, 4 * TILE, ones)
+                    v += 1
         for v in range(vectors):
             out = floats(p[Y] + 4 * (v * rows + begin), count)
             for row in range(count):
@@ -143,7 +110,7 @@ def _tiles(product, _0, _1, _2, _3, _4, _5, first, last):
 @maker
 def tiles_function() -> CFunction:
     """The C function that multiplies tiles of rows, see above."""
-    return c_function(_tiles, **{f"multiply_{n}": _multiplying(n) for n in (1, 2, 4, 8)})
+    return c_function(_tiles, **{f"panels_{n}": panels(n, False) for n in (1, 4, 8)})
 
 
 def multiply(raw: np.ndarray, widen: CFunction, x: np.ndarray, y: np.ndarray) -> None:

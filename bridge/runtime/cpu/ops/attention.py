@@ -29,8 +29,8 @@ from typing import Any
 
 import numpy as np
 
+from bridge.runtime.cpu.machine.panels import TOGETHER, by_rows, panels, unpack
 from bridge.runtime.cpu.ops.decoder_ops import exp, square_sum
-from bridge.runtime.cpu.ops.panels import TOGETHER, by_rows, panels, unpack
 from bridge.system.kernels.jit import CFunction, c_function, inner, maker, specialize
 from bridge.system.kernels.memory import LANES, allocate, array_at, floats, free, next_line, to_half
 

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from bridge.runtime.cpu.engines.floats import dot_function
+from bridge.runtime.cpu.machine.panels import by_rows, dots
 from bridge.runtime.cpu.ops import attention as attn
 from bridge.runtime.cpu.ops.attention import BLOCK, TILE, WORDS, largest, normalize, rotate
-from bridge.runtime.cpu.ops.panels import by_rows, dots
 from bridge.system.kernels.jit import CFunction, c_function, inner, maker
 from bridge.system.kernels.memory import LANES, array_at, floats, to_half
 
