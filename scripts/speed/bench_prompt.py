@@ -10,8 +10,9 @@ is the speed-up shown for 2, 16 and 64 of them. It knows nothing of memory and c
 """
 
 import argparse
+import ctypes
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,11 +56,11 @@ def measure(options: argparse.Namespace) -> Lines:
         for name, tokens, total, calls in details:
             yield f"\n{name}, {tokens} tokens:\n"
             yield head("function", "calls", "ms", "share")
-            times: Counter[str] = Counter()
+            times: defaultdict[str, float] = defaultdict(float)
             for call in calls:
                 times[call.name + " (serial)" * (call.items < 2)] += call.seconds
             counts = Counter(call.name + " (serial)" * (call.items < 2) for call in calls)
-            for function, seconds in times.most_common():
+            for function, seconds in sorted(times.items(), key=lambda item: -item[1]):
                 yield function, counts[function], f"{1e3 * seconds:.2f}", f"{seconds / total:.2%}"
 
 
@@ -96,7 +97,7 @@ def items(row: np.ndarray) -> int:
     if int(row[0]) != passes.function("several").address:
         return int(row[pool.ITEMS])
     parts, field = int(row[2]), len(passes.Product._fields)
-    memory = np.ctypeslib.as_array((np.ctypeslib.ctypes.c_int64 * (parts * field)).from_address(int(row[1])))
+    memory = np.ctypeslib.as_array((ctypes.c_int64 * (parts * field)).from_address(int(row[1])))
     return int(memory.reshape(parts, field)[:, -1].sum())
 
 

@@ -678,7 +678,7 @@ def test_callers_that_come_at_once_start_one_pool(monkeypatch):
     started = []
 
     class Slow:
-        def __init__(self, threads: int):
+        def __init__(self, threads: int, cpus: object):
             time.sleep(0.05)
             started.append(self)
 

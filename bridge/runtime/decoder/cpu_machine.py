@@ -121,8 +121,8 @@ class CpuMachine:
             self.starts += [self.caches[:i].count(cache) for i, cache in enumerate(self.caches)]
         if self._recurrent is not None:
             self._recurrent.begin(self.caches, self.count)
-        for block in self._block:
-            block[:, attn.TOKENS] = 1 if self.one_token_each else self.count
+        if not self.one_token_each:
+            self._block[:, :, attn.TOKENS] = self.count
         spans = -(-(int(self.starts.max()) + 1) // attn.SPAN) if self.one_token_each else 1
         if spans != self.spans[0]:
             self.spans[0] = spans
@@ -298,7 +298,7 @@ class CpuMachine:
         numbers = {
             attn.HEADS: c.heads, attn.KV_HEADS: heads.kv, attn.HEAD_DIM: heads.dim, attn.ROTATED: heads.rotated,
             attn.NEIGHBOURS: int(c.graph.neighbours), attn.NORM_LAST: int(c.graph.norms_rotated),
-            attn.EPS: bits(c.norm_eps),
+            attn.TOKENS: 1 if self.one_token_each else self.count, attn.EPS: bits(c.norm_eps),
             attn.SCALE: bits(c.attention_scale), attn.CAP: bits(c.score_cap),
             attn.CHUNK if c.graph.chunked else attn.WINDOW: c.window if c.windowed(index) else 0,
         }  # fmt: skip

@@ -230,6 +230,8 @@ class Decoder:
     def _compiled(self, machine: CpuMachine) -> Steps:
         """Its program, made where it is not yet; what that calls is compiled."""
         program, kernels, surrounding = machine.program, self._kernels, []
+        if program is not None and program.ready(machine.count):
+            return program
         if program is None:
             compile_all(self._functions(machine))
             program = machine.build(kernels)

@@ -17,6 +17,7 @@ import numpy as np
 
 from bridge.runtime.config.decoder_config import DecoderConfig
 from bridge.runtime.cpu.engines.floats import SIZES, rows_function
+from bridge.runtime.cpu.engines.turns import split
 from bridge.runtime.cpu.forms.activations import record_bytes, record_kind
 from bridge.runtime.cpu.ops import decoder_ops as ops
 from bridge.runtime.cpu.ops import passes
@@ -92,6 +93,7 @@ class Steps:
             if self._n > 1 and width != y.shape[1]:  # a row's last group would reach into the next row
                 out = self.scratch.rows(f"wide {len(narrowed)}", self._n, width)
                 narrowed.append((out, y))
+            self._check_room(matrix, out, width)
             kind = record_kind(matrix.type, self.kernels.integer)
             if kind not in records:
                 records[kind] = self.record_memory(matrix, len(records), self._n)
@@ -103,6 +105,16 @@ class Steps:
         for wide, y in narrowed:
             sizes = address(wide), wide.shape[1], address(y), y.shape[1]
             self.program.add(narrow_function(), *sizes, items=every_token, shared=y.size > MIN_VALUES_TO_SHARE)
+
+    def _check_room(self, matrix: QuantTensor, y: np.ndarray, width: int) -> None:
+        """AssertionError where the last turn of a kernel would write beyond a buffer."""
+        widths = tuple(self.kernels.words(matrix)[:, passes.COLUMNS].tolist())
+        rows = max(
+            sum(-(-count // columns) * columns for count, columns in split(widths, self._n, one_pass))
+            for one_pass in (False, True)
+        )
+        if y.base is None or address(y) + 4 * ((rows - 1) * y.shape[1] + width) > address(y.base) + y.base.nbytes:
+            raise AssertionError(f"{matrix.name}: rows beyond the buffer")
 
     @staticmethod
     def width(matrix: QuantTensor) -> int:
@@ -120,7 +132,8 @@ class Steps:
         """A matrix times the tokens of a place."""
         engine: Any = matrix._get_engine()
         words = self.kernels.words(matrix)
-        self._unchecked.append(engine)
+        if engine.repacks:  # what is prepared was checked then
+            self._unchecked.append(engine)
         y_at = address(y), 4 * y.shape[1]
         sizes = engine.blocks, engine.stride, engine.groups
         return passes.Product(address(words), len(words), address(place), address(records), *y_at, *sizes)
@@ -160,6 +173,10 @@ class Steps:
         """The C functions of all calls but of what Python has to do."""
         return [function for program in self._programs for function in program.functions()]
 
+    def ready(self, tokens: int) -> bool:
+        """Whether so many tokens need the kernels that those before needed."""
+        return bool((self.place[passes.TOKENS :] == (tokens, self.kernels.one_pass)).all())
+
     def begin(self, tokens: int) -> None:
         """Get ready for so many tokens."""
         self.place[:] = 0, tokens, self.kernels.one_pass
@@ -167,12 +184,14 @@ class Steps:
             program.tokens = tokens
 
     def run(self) -> None:
-        """Make the calls. The first time it raises BridgeError where a matrix has scales that are not finite."""
+        """Make the calls. Raises BridgeError where weights of a prompt, or of a first step, have scales that are not
+        finite."""
         at_once = 0 if self.one_by_one else _AT_ONCE
         for program, call in zip(self._programs, self._calls, strict=False):
             program.run(at_once)
             call()
         self.program.run(at_once)
-        while self._unchecked:
-            self._unchecked[-1].check()
-            self._unchecked.pop()
+        for engine in self._unchecked:
+            engine.check()
+        if self.one_by_one:
+            self._unchecked = []

@@ -134,8 +134,9 @@ def _several(block, parts, threads, each, _0, _1, _2, first, last):
                 continue
             part = groups * thread // threads
             length = groups * (thread + 1) // threads - part
-            start = (max(begin, 0) + turns - 1) // turns
-            beyond = min((max(end, 0) + turns - 1) // turns, length)
+            start, beyond = max(begin, 0), min(end, length * turns)
+            if turns > 1:  # a division takes longer than all the rest
+                start, beyond = (start + turns - 1) // turns, (beyond + turns - 1) // turns
             if start < beyond:
                 _multiply(fields[i], part + start, part + beyond)
             begin -= length * turns
@@ -199,23 +200,19 @@ class Kernels:
             words = np.zeros((len(engine.columns(self.integer)), WORDS), np.int64)
             words[:, COLUMNS] = engine.columns(self.integer)
             words[:, RECORD] = record_bytes(matrix.type, matrix.shape[1], self.integer)
-            self._words[id(matrix)] = matrix, None, words
-            self.refresh(matrix)
+            self._use(matrix, words)
         return self._words[id(matrix)][2]
 
     def refresh(self, matrix: Any) -> None:
         """Use the present engine of a matrix."""
-        if id(matrix) not in self._words:
-            return
+        if id(matrix) in self._words:
+            self._use(matrix, self._words[id(matrix)][2])
+
+    def _use(self, matrix: Any, words: np.ndarray) -> None:
         engine: Any = matrix._get_engine()
-        _, present, words = self._words[id(matrix)]
-        if engine is present:
-            return
-        self._words[id(matrix)] = matrix, engine, words
-        self._repacked.discard(id(matrix))
-        if engine.repacks:
-            self._repacked.add(id(matrix))
-        self._fill(matrix, self.needed)
+        self._fill(engine, words, self.needed)
+        self._words[id(matrix)] = matrix, engine, words  # once they are whole: an interrupt may come any time
+        (self._repacked.add if engine.repacks else self._repacked.discard)(id(matrix))
 
     def columns(self, tokens: int, gathered: bool) -> set[int]:
         """Columns of the kernels that so many tokens need now; `gathered`: that any fewer need, too."""
@@ -226,19 +223,18 @@ class Kernels:
     def need(self, columns: Iterable[int]) -> None:
         """Find the kernels of so many columns, of all matrices."""
         new = set(columns) - self.needed
-        if new:
-            self.needed |= new
-            for matrix, *_ in self._words.values():
-                self._fill(matrix, new)
+        for _, engine, words in self._words.values() if new else ():
+            self._fill(engine, words, new)
+        self.needed |= new
 
-    def _fill(self, matrix: Any, columns: set[int]) -> None:
-        _, engine, words = self._words[id(matrix)]
+    def _fill(self, engine: Any, words: np.ndarray, columns: set[int]) -> None:
+        """The kernels of so many columns into a matrix's words."""
         for kernel in words:
             count = int(kernel[COLUMNS])
             if count in columns:
-                kernel[[KERNEL, WEIGHTS]] = engine.kernel(count, self.integer, False)
                 form = engine.form(count, self.integer)
-                kernel[QUANTIZE] = quantize_function(matrix.type, self.integer, form).address
+                kernel[QUANTIZE] = quantize_function(engine.block.name, self.integer, form).address
+                kernel[[KERNEL, WEIGHTS]] = engine.kernel(count, self.integer, False)
 
     @property
     def one_pass(self) -> bool:
