@@ -60,7 +60,7 @@ def functions(target: str) -> Iterator[CFunction]:
     yield from (of(kind) for of in (floats.rows_function, floats.wide_rows_function) for kind in floats.SIZES)
     yield dense.tiles_function()
     for name in TYPES:
-        for width in isa.widths:
+        for width in interleaved.widths(name, target):
             yield activations.quantize_function(name, True, interleaved.form(name, target, width, True))
             yield from (interleaved.kernel(name, target, width, True, near) for near in (False, True))
         yield repack.repacker(name, isa.lanes)

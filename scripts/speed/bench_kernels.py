@@ -61,10 +61,11 @@ def counted(type: str, width: int, rounds: int) -> tuple[float, float]:
 
 
 def measure(options: argparse.Namespace) -> Lines:
+    from bridge.runtime.cpu.engines import interleaved
     from bridge.system.cpu import targets
 
     for type in options.types:
-        for width in targets.isa(targets.chosen()).widths:
+        for width in interleaved.widths(type, targets.chosen()):
             count, speed = counted(type, width, options.rounds)
             yield type, width, f"{count:.0f}", f"{speed:.1f}"
 

@@ -340,7 +340,7 @@ def test_unpacked_blocks_give_the_same_sums_as_the_repacked_form(name, monkeypat
 @pytest.mark.parametrize("target", targets.FEATURES)
 @pytest.mark.parametrize("one_pass", [False, True])
 def test_passes_take_all_tokens_and_leave_few_columns_unused(target: str, one_pass: bool) -> None:
-    widths = targets.isa(target).widths
+    widths = interleaved.widths("Q3_K", target)
     for tokens in range(1, 100):
         passes = turns.split(widths, tokens, one_pass)
         assert sum(count for count, _ in passes) == tokens
@@ -350,7 +350,7 @@ def test_passes_take_all_tokens_and_leave_few_columns_unused(target: str, one_pa
 
 
 def test_the_kernel_of_16_columns_is_for_many_tokens() -> None:
-    widths = targets.isa("avx512").widths
+    widths = interleaved.widths("Q3_K", "avx512")
     assert [turns.split(widths, n, False) for n in (9, 31)] == [[(8, 8), (1, 1)], [(16, 16), (8, 8), (7, 8)]]
     assert [turns.split(widths, n, True) for n in (5, 9, 20, 500)] == [[(5, 8)], [(9, 8)], [(20, 8)], [(500, 16)]]
 
@@ -384,10 +384,10 @@ def test_kernels_of_several_columns_have_the_sums_of_one_to_the_last_bit(name):
     put_dmin(block, raw.reshape(rows, 2, -1), np.ones((rows, 2), np.float16))
     memory = np.zeros(2 * form.stride(2), np.uint8)
     repacked_into(memory, raw, block, form)
-    x = np.random.default_rng(5).standard_normal((max(isa.widths), columns)).astype(np.float32)
+    x = np.random.default_rng(5).standard_normal((16, columns)).astype(np.float32)
     x[0], x[1] = 1, -1
     sums = []
-    for width in isa.widths:
+    for width in interleaved.widths(name, target):
         records = activations.records(x, block, width, form=interleaved.form(name, target, width, True))
         y = np.full((len(x), rows), np.nan, np.float32)
         sizes = 2, form.stride(2), len(x) // width, 4 * rows, 0, 2

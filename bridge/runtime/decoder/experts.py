@@ -35,7 +35,6 @@ import numpy as np
 
 from bridge.runtime.config.decoder_config import DecoderConfig, Routing
 from bridge.runtime.cpu.engines.floats import rows_function
-from bridge.runtime.cpu.forms.activations import record_kind
 from bridge.runtime.cpu.ops import decoder_ops, expert_ops, passes
 from bridge.runtime.cpu.ops.passes import Kernels, Product
 from bridge.runtime.cpu.ops.program import Program, Scratch, address, bits, buffer, every_token
@@ -262,10 +261,9 @@ class ExpertTables:
     ) -> None:  # fmt: skip
         """Products of each expert's matrices with its rows of x, or with its tokens' rows; into rows of ys."""
         steps, rows = self._steps, len(ys[0])
-        integer = steps.kernels.integer
         records: dict[Any, np.ndarray] = {}
         for matrix in networks[0]:
-            if matrix is not None and (kind := record_kind(matrix.type, integer)) not in records:
+            if matrix is not None and (kind := steps.record_kind(matrix)) not in records:
                 records[kind] = steps.record_memory(matrix, len(records), rows)
                 sources = address(x), x.strides[0], address(records[kind]), x.shape[1]
                 words = address(steps.kernels.words(matrix)), int(by_token)
@@ -274,7 +272,7 @@ class ExpertTables:
                     expert_ops.function("records"), address(block), *sources, *words, items=rows, shared=shared
                 )
         products = [
-            steps.product(matrix, place, records[record_kind(matrix.type, integer)], y)
+            steps.product(matrix, place, records[steps.record_kind(matrix)], y)
             for network, place in zip(networks, places, strict=True)
             for matrix, y in zip((matrix for matrix in network if matrix is not None), ys, strict=True)
         ]

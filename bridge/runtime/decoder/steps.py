@@ -94,7 +94,7 @@ class Steps:
                 out = self.scratch.rows(f"wide {len(narrowed)}", self._n, width)
                 narrowed.append((out, y))
             self._check_room(matrix, out, width)
-            kind = record_kind(matrix.type, self.kernels.integer)
+            kind = self.record_kind(matrix)
             if kind not in records:
                 records[kind] = self.record_memory(matrix, len(records), self._n)
                 passes.add_records(self.program, x, records[kind], self.kernels.words(matrix), self.place)
@@ -121,6 +121,11 @@ class Steps:
         """Values of a row of y that the kernels of a matrix write, in whole row groups."""
         engine: Any = matrix._get_engine()
         return int(engine.groups * engine.lanes)
+
+    def record_kind(self, matrix: QuantTensor) -> Any:
+        """What is the same for matrices that read the same records, of tokens in the same turns."""
+        engine: Any = matrix._get_engine()
+        return record_kind(matrix.type, self.kernels.integer), engine.columns(self.kernels.integer)
 
     def record_memory(self, matrix: QuantTensor, number: int, rows: int) -> np.ndarray:
         """Memory for the records of so many rows, and of what a turn of theirs has beyond; `number`: of those now."""

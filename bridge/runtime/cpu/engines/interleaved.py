@@ -34,7 +34,7 @@ ggml leaves it to them.
 from typing import Any
 
 from bridge.blocks.read import READ
-from bridge.runtime.cpu.engines import unpacked
+from bridge.runtime.cpu.engines import scaled, unpacked
 from bridge.runtime.cpu.engines.superblock import arithmetic
 from bridge.runtime.cpu.forms.activations import PAIRED, PLAIN, float_record, record_of
 from bridge.runtime.cpu.forms.layout import InterleavedLayout
@@ -110,6 +110,13 @@ def kernel(name: str, target: str, width: int, integer: bool, near: bool = False
     sizes, made_of = _scope(name, target, width, integer)
     suffix = f"{name}_{target}_{width}_{'int8' if integer else 'f32'}{'_near' * near}{cpu_suffix}"
     return c_function(_rows, suffix, **sizes, **vectors.intrinsics(*made_of, prefetches))
+
+
+def widths(name: str, target: str) -> tuple[int, ...]:
+    """Columns that a type has kernels for."""
+    isa = targets.isa(target)
+    scales_codes = isa.scales_codes and scaled.fits(READ[name])
+    return (*isa.widths, scaled.COLUMNS) if scales_codes else isa.widths
 
 
 def form(name: str, target: str, width: int, integer: bool) -> str:

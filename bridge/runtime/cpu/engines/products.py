@@ -96,7 +96,7 @@ class Interleaved:
         block = READ[matrix.type]
         isa = targets.isa(target)
         self.matrix, self.block, self.target = matrix, block, target
-        self.widths: tuple[int, ...] = isa.widths
+        self.widths = interleaved.widths(matrix.type, target)
         self.lanes: int = isa.lanes
         self.layout = InterleavedLayout(block, self.lanes)
         rows, columns = matrix.shape

@@ -56,7 +56,7 @@ _TOKENS = 128  # in a tile at most
 def unpacks(target: InstructionSet, block: BlockType, width: int) -> bool:
     """Whether the kernel for so many columns of x unpacks blocks first: for few, that takes longer than it saves."""
     if target.scales_codes:
-        return width > 8 and scaled.fits(block)
+        return width == scaled.COLUMNS and scaled.fits(block)
     return target.unpacks and width > 2
 
 

@@ -16,7 +16,7 @@ class InstructionSet:
     signed_dots   whether codes are multiplied as signed bytes; otherwise the record's sums take the zero point off
     row_bits      of codes that `emit_row_dots` is faster for than repacking on the way
     unpacks       whether kernels of several columns unpack blocks first, see unpacked.py
-    scales_codes  whether many columns are multiplied by codes times scales, see scaled.py
+    scales_codes  whether 16 columns are multiplied by codes times scales, see scaled.py
     fuses_scales  whether the instruction that widens sums of int16 multiplies them too
     float_scales  whether sums of several columns are multiplied by scales in float32, which is as exact as in int32
     emit_pairs    the products of int16, two neighbours added

@@ -45,7 +45,7 @@ def vpdpbusd_tile(
 
 
 ISA = InstructionSet(
-    16, (1, 4, 8, 16), emit_look_up, partial(vpdpbusd, VPDPBUSD), emit_tile=partial(vpdpbusd_tile, VPDPBUSD),
+    16, (1, 4, 8), emit_look_up, partial(vpdpbusd, VPDPBUSD), emit_tile=partial(vpdpbusd_tile, VPDPBUSD),
     row_bits=7, float_scales=True, scales_codes=True,
     emit_row_dots=partial(row_dots, MULTIPLY, WIDEN),  # without VNNI: int16 are interleaved in fewer instructions
     emit_pairs=partial(emit_pairs, WIDEN),

@@ -12,6 +12,6 @@ from bridge.runtime.cpu.machine.intrinsics_avx512 import MULTIPLY, WIDEN
 
 _dots, _tile = (partial(emit, MULTIPLY, WIDEN) for emit in (dots, tile))
 ISA = replace(
-    AVX512, widths=(1, 4, 8), emit_dots=_dots, emit_tile=_tile, row_bits=8, fuses_scales=True, float_scales=False,
+    AVX512, emit_dots=_dots, emit_tile=_tile, row_bits=8, fuses_scales=True, float_scales=False,
     scales_codes=False,
 )  # fmt: skip

@@ -26,7 +26,6 @@ import numpy as np
 from bridge.runtime.cpu.engines.turns import next_turns, split
 from bridge.runtime.cpu.forms.activations import quantize_function, record_bytes
 from bridge.runtime.cpu.ops.program import Program, address, every_token, in_pieces
-from bridge.system.cpu import targets
 from bridge.system.kernels.jit import CFunction, c_function, inner, maker
 from bridge.system.kernels.memory import array_at
 from bridge.system.threads import pool
@@ -216,9 +215,13 @@ class Kernels:
 
     def columns(self, tokens: int, gathered: bool) -> set[int]:
         """Columns of the kernels that so many tokens need now; `gathered`: that any fewer need, too."""
-        widths = targets.isa(targets.chosen()).widths if self.integer and targets.chosen() != targets.PORTABLE else (1,)
-        counts = range(1, min(tokens, widths[-1]) + 1) if gathered else (tokens,)
-        return {columns for count in counts for _, columns in split(widths, count, self.one_pass)}
+        every = {engine.columns(self.integer) for _, engine, _ in self._words.values()}
+        return {
+            columns
+            for widths in every
+            for count in (range(1, min(tokens, widths[-1]) + 1) if gathered else (tokens,))
+            for _, columns in split(widths, count, self.one_pass)
+        }
 
     def need(self, columns: Iterable[int]) -> None:
         """Find the kernels of so many columns, of all matrices."""
