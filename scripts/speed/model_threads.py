@@ -78,17 +78,21 @@ def calls_of(model: str) -> list[Call]:
         machine = decoder._machine_for([decoder.cache], 1)
         machine.begin([1])
         decoder._positions.reach(1)
-        program = decoder._built(machine).program
+        program = decoder._compiled(machine).program
         for (name, _), values in machine._buffers.items():
             values[:] = np.random.default_rng(len(name)).standard_normal(values.shape)
-        return [described(row, program._call(row)) for row in program._rows if row[pool.ITEMS]]
+        table = program._made()
+        for index, word, make in program._varying:
+            table[index, word] = make(1)
+        rows = [row for row in program._rows if row[pool.ITEMS]]
+        return [described(row, words.tolist()) for row, words in zip(rows, table, strict=True)]
 
 
 def described(row: list[Any], words: list[int]) -> Call:
     """A row of a table, as `Program` has it and as it is run."""
     import ctypes
 
-    from bridge.runtime.cpu.ops.program import FIELDS, Product
+    from bridge.runtime.cpu.ops.passes import FIELDS, Product
 
     name = getattr(row[0], "name", "").rpartition(".")[2]
     shared = bool(words[pool.SHARED])
@@ -149,7 +153,7 @@ def write_8b(path: Path) -> None:
 
 def equal_items(call: Call, threads: int) -> list[int]:
     """The bounds of a call's units in bytes, as `add_products` makes them."""
-    from bridge.runtime.cpu.ops.program import _LEAST
+    from bridge.runtime.cpu.ops.passes import _LEAST
 
     if not call.nbytes:  # not of products
         return list(range(call.items + 1))
