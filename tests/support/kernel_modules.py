@@ -27,6 +27,8 @@ COMPILES = {
     "bridge.quantize.grids.superblock_refit": "m.refitter(TYPES['Q4_K'])",
     "bridge.runtime.cpu.forms.activations": "m.quantize_function('Q4_K', True).address",
     "bridge.runtime.cpu.ops.attention": "m.function('store', 'f16').address",
+    "bridge.runtime.cpu.engines.dense": "m.tiles_function().address",
+    "bridge.runtime.cpu.ops.sampling_ops": "m.function().address",
     "bridge.runtime.cpu.ops.decoder_ops": "m.function('norm').address",
     "bridge.runtime.cpu.ops.expert_ops": "m.function('choose').address",
     "bridge.runtime.cpu.engines.floats": "m.rows_function('F16').address",
@@ -41,7 +43,7 @@ COMPILES = {
     "bridge.runtime.cpu.ops.stream_ops": "m.function('as_long').address",
     "bridge.runtime.cpu.engines.tiled":
         "m._block_function('Q8_0', target, 8, True).address; m._tile_function().address",
-    "bridge.runtime.cpu.engines.unpacked": "m.kernel('Q8_0', target, 4, (), 1).address",
+    "bridge.runtime.cpu.engines.unpacked": "m.kernel('Q8_0', target, 4, m.Prefetches()).address",
     "bridge.system.kernels.half": "m.half_bits(np.ones(3, np.float32))",
     "bridge.system.threads.pool": "m.function('walk').address",
     "bridge.trellis.butterflies": "m.walsh_hadamard(np.ones(16, np.float32), 16, 1.0)",
