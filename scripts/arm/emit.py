@@ -41,7 +41,7 @@ def kernel(name: str, target: str, width: int, integer: bool) -> ir.Module:
     builder = ir.IRBuilder(begin)
     builder.branch(loop)
     builder.position_at_end(loop)
-    emitter = Emitter(builder, isa, isa.paired and width > 1 and integer)
+    emitter = Emitter(builder, isa, isa.paired and width > 1 and integer, (), 2)
 
     def phi(kind: ir.Type, first: ir.Value) -> Any:
         value = builder.phi(kind)

@@ -43,7 +43,7 @@ COMPILES = {
     "bridge.runtime.cpu.ops.stream_ops": "m.function('as_long').address",
     "bridge.runtime.cpu.engines.tiled":
         "m._block_function('Q8_0', target, 8, True).address; m._tile_function().address",
-    "bridge.runtime.cpu.engines.unpacked": "m.kernel('Q8_0', target, 4, m.Prefetches()).address",
+    "bridge.runtime.cpu.engines.unpacked": "m.kernel('Q8_0', target, 4, (), 1).address",
     "bridge.system.kernels.half": "m.half_bits(np.ones(3, np.float32))",
     "bridge.system.threads.pool": "m.function('walk').address",
     "bridge.trellis.butterflies": "m.walsh_hadamard(np.ones(16, np.float32), 16, 1.0)",

@@ -33,7 +33,7 @@ from bridge.runtime.cpu.forms.columns import (
 from bridge.runtime.cpu.forms.layout import InterleavedLayout, unpacked
 from bridge.runtime.cpu.machine.emitter import Emitter
 from bridge.runtime.cpu.machine.instruction_set import InstructionSet
-from bridge.runtime.cpu.machine.operands import LookedUp, Prefetches, computed
+from bridge.runtime.cpu.machine.operands import LookedUp, computed
 from bridge.runtime.cpu.machine.vectors import totals_type
 from bridge.system.kernels import ir
 from bridge.system.kernels.jit import intrinsic, types
@@ -199,7 +199,7 @@ def accumulator(name: str, target: InstructionSet) -> Any:
     def accumulate(typingctx, totals, source, row_bytes, halves, x, bad, ahead):
         def emit(context, builder, signature, arguments):
             packed, *addresses = arguments
-            v = Emitter(builder, target, prefetches=Prefetches(level=2))
+            v = Emitter(builder, target, level=2)
             total = add_block(v, READ[name], builder.extract_value(packed, 0), *addresses)
             return builder.insert_value(packed, total, 0)
 

@@ -22,10 +22,10 @@ for it). Four distances gain nothing from memory. In the cache three cost 10 to 
 (`near`), for weights that are known to be there. Where arithmetic takes longer than reading (AVX2, types of fewer than
 4.5 bits a weight), 6 and 12 KB are 1 to 6% faster than three, but 3% slower for Q4_K.
 
-For AMD's processors, LLVM moves all prefetches of a block, up to 100, to the front of its code. Kernels that keep each
-behind its load (`spread`) are 9 to 16% faster on Zen 4 with weights in the third-level cache (Q2_K 2%; TQ2_0 loses 7%),
-and 3 to 10% with those in memory; with AVX2 Q4_K, Q5_K and Q6_K are 20 to 29% faster in the cache, but the types of
-fewer bits lose 2 to 9% there and keep the burst.
+Each prefetch waits for the load that it goes with: otherwise LLVM, for AMD's processors, moves those of a block, up to
+100, to the front of its code. With weights in a Zen 4's third-level cache, IQ and K-quants are 6 to 14% faster so
+(TQ2_0 4% slower), with those in memory 3 to 13% (TQ2_0 too); with AVX2, Q4_K, Q5_K and Q6_K are some 20% faster in the
+cache, others up to 4% faster or slower.
 
 On Arm, where nothing was measured, nothing is prefetched: CPUs follow the two streams of a row group by themselves, and
 ggml leaves it to them.
@@ -40,7 +40,6 @@ from bridge.runtime.cpu.forms.activations import PAIRED, PLAIN, float_record, re
 from bridge.runtime.cpu.forms.layout import InterleavedLayout
 from bridge.runtime.cpu.machine import vectors
 from bridge.runtime.cpu.machine.instruction_set import InstructionSet
-from bridge.runtime.cpu.machine.operands import NO_PREFETCHES, Prefetches
 from bridge.system.cpu import machine, targets
 from bridge.system.kernels.jit import CFunction, c_function, maker
 
@@ -50,9 +49,10 @@ accumulate: Any = None
 store: Any = None
 columns = lanes = record = block_bytes = halves_bytes = 0
 
-AHEAD = {"znver5": Prefetches((2048, 8192), 1)}  # by LLVM's name of the host
-_AHEAD_ELSEWHERE = Prefetches((4096, 8192, 16384), 2)
-_AHEAD_OF_ARITHMETIC = Prefetches((6144, 12288), 2, spread=False)
+# by LLVM's name of the host: bytes ahead, and the level of cache that lines are brought to
+AHEAD = {"znver5": ((2048, 8192), 1)}
+_AHEAD_ELSEWHERE = ((4096, 8192, 16384), 2)
+_AHEAD_OF_ARITHMETIC = ((6144, 12288), 2)
 _TILE = 1 << 18  # bytes
 _MadeOf = tuple[InstructionSet, int, vectors.Body, bool]  # what `vectors.intrinsics` takes first
 
@@ -101,15 +101,15 @@ def kernel(name: str, target: str, width: int, integer: bool, near: bool = False
     bound = target == "avx2" and width == 1 and READ[name].bpw < 4.5
     elsewhere = _AHEAD_OF_ARITHMETIC if bound else _AHEAD_ELSEWHERE
     cpu = machine.host().cpu
-    prefetches = NO_PREFETCHES if near or isa.lanes == 4 else AHEAD.get(cpu, elsewhere)
-    cpu_suffix = f"_{cpu}" if prefetches.distances and cpu in AHEAD else ""
+    ahead, level = ((), 1) if near or isa.lanes == 4 else AHEAD.get(cpu, elsewhere)
+    cpu_suffix = f"_{cpu}" if ahead and cpu in AHEAD else ""
     if integer and unpacked.unpacks(isa, READ[name], width):
-        return unpacked.kernel(name, target, width, prefetches, cpu_suffix)
+        return unpacked.kernel(name, target, width, ahead, level, cpu_suffix)
     if near and isa.lanes == 4:  # nothing is prefetched anyhow
         return kernel(name, target, width, integer)
     sizes, made_of = _scope(name, target, width, integer)
     suffix = f"{name}_{target}_{width}_{'int8' if integer else 'f32'}{'_near' * near}{cpu_suffix}"
-    return c_function(_rows, suffix, **sizes, **vectors.intrinsics(*made_of, prefetches))
+    return c_function(_rows, suffix, **sizes, **vectors.intrinsics(*made_of, ahead, level))
 
 
 def widths(name: str, target: str) -> tuple[int, ...]:

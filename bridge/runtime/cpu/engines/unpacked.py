@@ -32,7 +32,7 @@ from bridge.runtime.cpu.forms.layout import InterleavedLayout
 from bridge.runtime.cpu.forms.unpacked_layout import UnpackedLayout
 from bridge.runtime.cpu.machine import vectors
 from bridge.runtime.cpu.machine.instruction_set import InstructionSet
-from bridge.runtime.cpu.machine.operands import LookedUp, Prefetches, computed
+from bridge.runtime.cpu.machine.operands import LookedUp, computed
 from bridge.system.cpu import targets
 from bridge.system.kernels.jit import CFunction, c_function, maker
 from bridge.system.kernels.memory import stack
@@ -273,12 +273,11 @@ def _of_a_group(functions: dict[str, Any]) -> dict[str, Any]:
 
 
 @maker
-def kernel(name: str, target: str, width: int, prefetches: Prefetches, cpu_suffix: str = "") -> CFunction:
+def kernel(name: str, target: str, width: int, ahead: tuple[int, ...], level: int, cpu_suffix: str = "") -> CFunction:
     """The compiled kernel of a type for `width` columns: a C function."""
     sizes, isa, multiply, unpack = _scope(name, target, width)
     scope = {part: stack(nbytes) for part, nbytes in _memory(sizes).items()}
-    scope |= {"unpack": vectors.routine(isa, unpack, prefetches)}
+    scope |= {"unpack": vectors.routine(isa, unpack, ahead, level)}
     scope |= vectors.intrinsics(isa, sizes["groups"] * width, multiply)
     scope |= _of_a_group(vectors.intrinsics(isa, width, multiply))
-    near = "_near" * (not prefetches.distances)
-    return c_function(_rows, f"{name}_{target}_{width}{near}{cpu_suffix}", **sizes, **scope)
+    return c_function(_rows, f"{name}_{target}_{width}{'_near' * (not ahead)}{cpu_suffix}", **sizes, **scope)

@@ -17,7 +17,6 @@ from bridge.runtime.cpu.forms.columns import Word, assembled, block_columns, sto
 from bridge.runtime.cpu.forms.layout import GROUP, InterleavedLayout, pieces
 from bridge.runtime.cpu.forms.rowmajor import readers_of
 from bridge.runtime.cpu.machine.emitter import Emitter
-from bridge.runtime.cpu.machine.operands import Prefetches
 from bridge.system.kernels import ir
 from bridge.system.kernels.jit import CFunction, c_function, inlined, inner, intrinsic, maker, specialize, types
 from bridge.system.kernels.memory import allocate, array_at, array_on_stack, free
@@ -135,7 +134,7 @@ def _fetcher(nbytes: int) -> Any:
     def fetch(typingctx, address):
         def emit(context, builder, signature, arguments):
             for offset in range(0, nbytes, _LINE):
-                Emitter(builder, None, prefetches=Prefetches(level=2)).prefetch(arguments[0], offset)
+                Emitter(builder, None, level=2).prefetch(arguments[0], offset)
             return context.get_dummy_value()
 
         return types.void(types.int64), emit

@@ -6,7 +6,7 @@ What differs between targets is the dot product: see the intrinsics_*.py modules
 from __future__ import annotations
 
 from bridge.runtime.cpu.machine.instruction_set import InstructionSet
-from bridge.runtime.cpu.machine.operands import NO_PREFETCHES, Places, Prefetches, interleaving
+from bridge.runtime.cpu.machine.operands import Places, interleaving
 from bridge.system.kernels import ir
 from bridge.system.kernels.memory import call_intrinsic, spread
 
@@ -18,16 +18,19 @@ class Emitter:
 
     paired  columns of x come in pairs: vector c, even, holds rows 0 and 1 of columns c and c + 1, and vector c + 1 rows
             2 and 3, each row of both columns first
+    ahead   bytes ahead of a load of weights at which lines are prefetched
+    level   of cache that they are brought to: 1 or 2
     """
 
     def __init__(
-        self, builder: ir.IRBuilder, target: InstructionSet | None, paired: bool = False,
-        prefetches: Prefetches = NO_PREFETCHES,
+        self, builder: ir.IRBuilder, target: InstructionSet | None, paired: bool = False, ahead: tuple[int, ...] = (),
+        level: int = 1,
     ):  # fmt: skip
-        self.builder, self.paired, self.prefetches = builder, paired, prefetches
+        self.builder, self.paired, self.ahead, self.level = builder, paired, ahead, level
         self.add, self.mul, self.or_ = builder.add, builder.mul, builder.or_
         self.fmul, self.fneg = builder.fmul, builder.fneg
         self._fetched: set[int] = set()
+        self._has_barriers = False  # which keep prefetches in their part of a block
         if target is None:  # for code that is the same on all targets
             return
         self.target = target
@@ -52,13 +55,13 @@ class Emitter:
     # memory
 
     def load(self, base: ir.Value, offset: int) -> ir.Value:
-        """A vector of weights; see `Prefetches`."""
+        """A vector of weights; lines further on are fetched, some after each load rather than all in a burst."""
         loaded = self.builder.load(self.pointer(base, offset, self.ints), align=4 * self.lanes)
         line = offset // _LINE
-        if self.prefetches.distances and line not in self._fetched:
+        if self.ahead and line not in self._fetched:
             self._fetched.add(line)
-            base = self._after(loaded, base) if self.prefetches.spread else base
-            for distance in self.prefetches.distances:
+            base = base if self._has_barriers else self._after(loaded, base)
+            for distance in self.ahead:
                 self.prefetch(base, line * _LINE + distance)
         return loaded
 
@@ -184,12 +187,13 @@ class Emitter:
             base = self.builder.add(base, stride)
 
     def prefetch(self, base: ir.Value, offset: int) -> None:
-        flags = (ir.Constant(ir.I32, flag) for flag in (0, 4 - self.prefetches.level, 1))  # read, of data
+        flags = (ir.Constant(ir.I32, 0), ir.Constant(ir.I32, 4 - self.level), ir.Constant(ir.I32, 1))  # read, of data
         self.call("llvm.prefetch.p0", ir.VoidType(), self.pointer(base, offset, ir.I8), *flags)
 
     def barrier(self) -> None:
         """Keep LLVM from moving loads across: its scheduler, given a whole superblock, spills most registers."""
         self.builder.fence("seq_cst", targetscope="singlethread")
+        self._has_barriers = True
 
     def in_order(self, value: ir.Value) -> ir.Value:
         """The value. LLVM keeps the order of such values; else it may multiply column by column and spill the words."""
@@ -199,7 +203,7 @@ class Emitter:
     def _after(self, value: ir.Value, address: ir.Value) -> ir.Value:
         """The address. LLVM takes it to depend on the value, so that what is done with it stays behind the value."""
         kind = ir.FunctionType(address.type, [address.type, value.type])
-        return self.builder.asm(kind, "", f"=r,0,{self._any_vector}", [address, value], True)
+        return self.builder.asm(kind, "", f"=r,0,{self._any_vector}", [address, value], False)
 
     @property
     def _any_vector(self) -> str:

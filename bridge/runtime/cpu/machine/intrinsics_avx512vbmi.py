@@ -7,6 +7,7 @@ down where they lie in those six bits: the table holds an entry for every value 
 from dataclasses import replace
 
 from bridge.runtime.cpu.machine.intrinsics_avx512 import ISA as AVX512
+from bridge.runtime.cpu.machine.operands import Permuted
 from bridge.system.kernels import ir
 
 _A_WHERE_C_ELSE_B = 0xE4  # vpternlogd's truth table
@@ -21,4 +22,18 @@ def emit_permute(v, table, indices):
     return v.call("llvm.x86.avx512.permvar.qi.512", v.bytes, table, indices)
 
 
-ISA = replace(AVX512, emit_blend=emit_blend, emit_permute=emit_permute, index_bits=6)
+def emit_dots(v, parts, words, x, places, bits):
+    """As AVX-512's, but of one column, eight words that are looked up have two sums.
+
+    Look-ups and multiplications fill three ports; one sum, which waits four cycles for each word, leaves them empty at
+    times. Words of other types take fewer ports, and pay for the addition.
+    """
+    if len(parts) > 1 or len(words) < 8 or not isinstance(words[0], Permuted):
+        return AVX512.emit_dots(v, parts, words, x, places, bits)
+    sums = [parts[0], v.zero()]
+    for k, word in enumerate(words):
+        (sums[k % 2],) = AVX512.emit_dots(v, [sums[k % 2]], [word], x, [[places[0][k]]], bits)
+    return [v.add(*sums)]
+
+
+ISA = replace(AVX512, emit_dots=emit_dots, emit_blend=emit_blend, emit_permute=emit_permute, index_bits=6)

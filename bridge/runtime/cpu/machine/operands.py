@@ -1,4 +1,4 @@
-"""Words of codes, which are made where they are used, prefetches and places in records: what an `Emitter` is given."""
+"""Words of codes, which are made where they are used, and places in records: what kernels hand to an `Emitter`."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -59,21 +59,6 @@ def nibble(v: Any, word: Callable[[], Any], right: int) -> Any:
     if isinstance(word, LookedUp | Nibbles):
         return word.nibble(right)
     return v.and_(v.shr(word(), right), 0x0F0F0F0F)
-
-
-class Prefetches(NamedTuple):
-    """The lines that are prefetched with each line of weights that is loaded: those so many bytes further on.
-
-    level   of cache that they are brought to: 1 or 2
-    spread  whether each is prefetched after its load; otherwise LLVM may move those of a block to the front of its code
-    """
-
-    distances: tuple[int, ...] = ()
-    level: int = 1
-    spread: bool = True
-
-
-NO_PREFETCHES = Prefetches()
 
 
 class Places(NamedTuple):

@@ -11,7 +11,6 @@ from typing import Any
 
 from bridge.runtime.cpu.machine.emitter import Emitter
 from bridge.runtime.cpu.machine.instruction_set import InstructionSet
-from bridge.runtime.cpu.machine.operands import NO_PREFETCHES, Prefetches
 from bridge.system.kernels import ir
 from bridge.system.kernels.jit import intrinsic, types
 
@@ -33,7 +32,7 @@ Routine = Callable[[Any, Any, Any, Any], None]
 
 
 def intrinsics(
-    target: InstructionSet, columns: int, body: Body, paired: bool = False, prefetches: Prefetches = NO_PREFETCHES
+    target: InstructionSet, columns: int, body: Body, paired: bool = False, ahead: tuple[int, ...] = (), level: int = 1
 ) -> dict[str, Any]:
     """zeros(), load(y, stride), accumulate(totals, weights, halves, x), store(totals, y, stride)."""
     kind = partial(totals_type, columns, target.lanes)
@@ -60,7 +59,7 @@ def intrinsics(
         def emit(context, builder, signature, arguments):
             packed, *addresses = arguments
             vectors = [builder.extract_value(packed, c) for c in range(columns)]
-            for c, vector in enumerate(body(Emitter(builder, target, paired, prefetches), vectors, *addresses)):
+            for c, vector in enumerate(body(Emitter(builder, target, paired, ahead, level), vectors, *addresses)):
                 packed = builder.insert_value(packed, vector, c)
             return packed
 
@@ -79,13 +78,13 @@ def intrinsics(
     return {"zeros": zeros, "load": load, "accumulate": accumulate, "store": store}
 
 
-def routine(target: InstructionSet, body: Routine, prefetches: Prefetches = NO_PREFETCHES) -> Any:
+def routine(target: InstructionSet, body: Routine, ahead: tuple[int, ...] = (), level: int = 1) -> Any:
     """The function of three addresses that `body` emits."""
 
     @intrinsic
     def run(typingctx, weights, halves, out):
         def emit(context, builder, signature, arguments):
-            body(Emitter(builder, target, False, prefetches), *arguments)
+            body(Emitter(builder, target, False, ahead, level), *arguments)
             return context.get_dummy_value()
 
         return types.void(types.int64, types.int64, types.int64), emit
