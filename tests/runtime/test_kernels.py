@@ -10,6 +10,7 @@ import threading
 import time
 
 import llvmlite.binding as llvm
+import numba
 import numpy as np
 import pytest
 from llvmlite import ir
@@ -356,10 +357,10 @@ def test_the_kernel_of_16_columns_is_for_many_tokens() -> None:
 
 @pytest.mark.parametrize("widths", [(1,), (1, 2, 4), (1, 4, 8, 16)])
 def test_turns_are_the_same_in_compiled_code(widths: tuple[int, ...]) -> None:
-    kernels = np.array(widths)[:, None].copy()
+    kernels, compiled = np.array(widths)[:, None].copy(), numba.njit(turns.next_turns.py_func)
     for tokens in range(1, 60):
         for one_pass in (False, True):
-            assert turns.next_turns(kernels, tokens, one_pass) == turns.next_turns.py_func(kernels, tokens, one_pass)
+            assert compiled(kernels, tokens, one_pass) == turns.next_turns.py_func(kernels, tokens, one_pass)
 
 
 @pytest.mark.parametrize("block", [block for block in READ.values() if block.is_k], ids=str)
