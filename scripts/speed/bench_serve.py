@@ -1,14 +1,15 @@
-"""Compare `gguf-bridge serve` with llama.cpp's server (the xllamacpp wheel's) under several clients; print tables.
+"""Measure `gguf-bridge serve` under several clients; print tables.
 
     python -m scripts.speed.bench_serve --gguf model.gguf --threads 2
     python -m scripts.speed.bench_serve                          a synthetic 1B Q4_K, made and removed
 
-Both servers take the same requests in turn, each in a process of its own with the same number of threads: 1, 4 and 8
-clients at once, each with a prompt of its own of about 64 tokens, --tokens tokens of reply, greedily and without an end
-token. The throughput counts all tokens of the replies over the time from the first request to the last reply. The
-time to the first token of a cached prefix is that of a prompt of --prefix tokens that was asked before with another
-end; a decode step is the mean time between the tokens of one client. The last table tells what the masks of a JSON
-schema take of the decode's CPU time, in process. A machine that does something else meanwhile measures that, too.
+A server in a process of its own takes requests of 1, 4 and 8 clients at once, each with a prompt of its own of about 64
+tokens, --tokens tokens of reply, with the default sampling and without an end token. The throughput counts all tokens
+of the replies over the time from the first request to the last reply. The time to the first token of a cached prefix
+is that of a prompt of --prefix tokens that was asked before with another end; a decode step is the mean time between
+the tokens of one client. The last table tells what the masks of a JSON schema take of the decode's CPU time, in
+process. A machine that does something else meanwhile measures that, too. What llama.cpp makes of several sequences,
+bench_model.py --together says: npm has its library for this processor, and no server of that.
 """
 
 import argparse
@@ -29,18 +30,6 @@ from typing import Any
 from scripts.benchlib import ROOT, Lines, bench, head, option, ratio, synthetic, take_turns
 
 OURS = "import sys; from bridge.cli import main; sys.exit(main(sys.argv[1:]))"
-THEIRS = """
-import sys, time
-import xllamacpp as x
-path, threads, context, clients = sys.argv[1], *map(int, sys.argv[2:])
-p = x.CommonParams()
-p.model.path, p.hostnames, p.port = path, ["127.0.0.1"], 0
-p.n_parallel, p.n_ctx = clients, context * clients
-p.cpuparams.n_threads = p.cpuparams_batch.n_threads = threads
-server = x.Server(p)
-print(server.listening_address, file=sys.stderr, flush=True)
-time.sleep(1e6)
-"""
 CONTEXT = 2048
 WORDS = "the king of a city that nobody had seen for many years went to war with his brother and came home"
 
@@ -60,12 +49,9 @@ def measure(options: argparse.Namespace) -> Lines:
 
 
 @contextmanager
-def server(name: str, path: Path, threads: int) -> Iterator[str]:
-    """The address of one of the servers, while it runs."""
-    if name == "gguf-bridge":
-        command = [OURS, "serve", str(path), "--port", "0", "--threads", str(threads), "--context", str(CONTEXT)]
-    else:
-        command = [THEIRS, str(path), str(threads), str(CONTEXT), "8"]
+def server(path: Path, threads: int) -> Iterator[str]:
+    """The address of a server, while it runs."""
+    command = [OURS, "serve", str(path), "--port", "0", "--threads", str(threads), "--context", str(CONTEXT)]
     process = subprocess.Popen([sys.executable, "-c", *command], stderr=subprocess.PIPE, text=True, cwd=ROOT)
     try:
         assert process.stderr is not None
@@ -75,7 +61,7 @@ def server(name: str, path: Path, threads: int) -> Iterator[str]:
             if "http://127.0.0.1:" in text:
                 break
         else:
-            raise SystemExit(f"{name} does not start: {stderr[-2000:]}")
+            raise SystemExit(f"the server does not start: {stderr[-2000:]}")
         threading.Thread(target=lambda: list(process.stderr or ()), daemon=True).start()
         yield "http://127.0.0.1:" + text.split("http://127.0.0.1:")[1].split("/")[0].split(",")[0].strip()
     finally:
@@ -86,7 +72,7 @@ def server(name: str, path: Path, threads: int) -> Iterator[str]:
 def ask(address: str, prompt: str, tokens: int) -> list[float]:
     """A streamed reply: the times of its events, the first that of the request."""
     body = {
-        "prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": True, "logit_bias": {"0": -100},
+        "prompt": prompt, "max_tokens": tokens, "seed": 1, "stream": True, "logit_bias": {"0": -100},
     }  # fmt: skip
     request = urllib.request.Request(
         f"{address}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
@@ -117,10 +103,10 @@ def speed(address: str, clients: int, tokens: int, turn: int) -> float:
 
 
 def throughput(path: Path, options: argparse.Namespace) -> Lines:
-    def served(name: str) -> Iterator[dict[str, float]]:
-        """The figures of each turn of a server."""
+    def turns() -> Iterator[dict[str, float]]:
+        """The figures of each turn."""
         for turn in count():
-            with server(name, path, options.threads) as address:
+            with server(path, options.threads) as address:
                 ask(address, prompt_of(50, 10_000 + turn), 4)
                 speeds = {str(n): speed(address, n, options.tokens, turn) for n in options.clients}
                 prefix = prompt_of(options.prefix, 5)
@@ -128,15 +114,15 @@ def throughput(path: Path, options: argparse.Namespace) -> Lines:
                 times = ask(address, f"{prefix} So it was", 32)
             yield speeds | {"first": 1000 * (times[1] - times[0]), "step": 1000 * (times[-1] - times[1]) / 31}
 
-    figures = take_turns({name: served(name).__next__ for name in ("gguf-bridge", "llama.cpp")}, options.turns)
-    yield head("clients", "gguf-bridge", "llama.cpp", "ratio")
+    figures = take_turns({"ours": turns().__next__}, options.turns)["ours"]
+    yield head("clients", "tokens/s", "of one client's")
     for clients in options.clients:
-        speeds = [measured[str(clients)] for measured in figures.values()]
-        yield clients, *(f"{statistics.median(v):.1f} tokens/s" for v in speeds), f"{ratio(*speeds):.2f}"
-    yield head("cached prefix", "first token", "decode step", "difference")
-    for name, measured in figures.items():
-        first, step = (statistics.median(measured[what]) for what in ("first", "step"))
-        yield name, f"{first:.1f} ms", f"{step:.1f} ms", f"{first - step:.1f} ms"
+        speeds = figures[str(clients)]
+        times = ratio(speeds, figures[str(options.clients[0])])
+        yield clients, f"{statistics.median(speeds):.1f}", f"{times:.2f}"
+    yield head("cached prefix: first token", "decode step", "difference")
+    first, step = (statistics.median(figures[what]) for what in ("first", "step"))
+    yield f"{first:.1f} ms", f"{step:.1f} ms", f"{first - step:.1f} ms"
 
 
 def masks(path: Path, tokens: int) -> Lines:
@@ -157,7 +143,7 @@ def masks(path: Path, tokens: int) -> Lines:
 
         return call
 
-    for name in ("mask", "accept"):
+    for name in ("allowed", "accept"):
         setattr(constraint.Constraint, name, timed(getattr(constraint.Constraint, name)))
     schema = {"type": "array", "items": {"type": "object", "properties": {"name": {"type": "string"}, "age": {
         "type": "integer"}}, "required": ["name", "age"], "additionalProperties": False}, "minItems": 50}  # fmt: skip
