@@ -49,6 +49,7 @@ def test_a_sequence_that_joins_others_gets_the_reply_that_it_gets_alone(model: M
         assert not batch.busy()
     assert texts == {first: alone(model, "KING", 30), late: alone(model, LONG, 12)}
     assert [first.finish, late.finish, len(first.tokens)] == ["length", "length", 30]
+    alone(model, "KING", 1)  # the whole prompt is read again: a step sums attention in another order than a prompt
     scored = list(model.generate_scored(LONG, 12, logprobs=2, **GREEDY))
     assert late.tokens == [token.token for token in scored]
 
