@@ -128,14 +128,15 @@ def test_items_of_products_are_each_threads_parts_of_all(groups: tuple[int, ...]
 
 def mixture(
     how: Routing, activation: str = "silu", biased: bool = False, choice_bias: bool = False, shared: bool = False,
-    gated: bool = False, short: bool = False, ungated: bool = False,
+    gated: bool = False, short: bool = False, ungated: bool = False, first: str = "Q4_0",
 ) -> tuple[Experts, Any]:  # fmt: skip
-    """Experts whose matrices are Q4_0, and a configuration."""
+    """Experts whose matrices are Q4_0, gate and up of the type `first`, and a configuration."""
     outer = LATENT if short else HIDDEN
     shapes = [(INNER, outer), (INNER, outer), (outer, INNER)]
 
     def network(seed: int, shapes: list[tuple[int, int]]) -> Any:
-        gate, up, down = (matrix("Q4_0", *shape, seed + i) for i, shape in enumerate(shapes))
+        types = first, first, "Q4_0"
+        gate, up, down = (matrix(types[i], *shape, seed + i) for i, shape in enumerate(shapes))
         for part, factor in ((gate, 1.1), (down, 1 + seed / 50)):
             part.factors = np.array([factor], np.float32)
         return gate, None if ungated else up, down
@@ -172,6 +173,7 @@ MIXTURES: dict[str, Any] = {
         "how": Routing(used=3, sigmoid=True), "activation": "relu2", "ungated": True, "short": True, "shared": True,
     },
     "all experts": {"how": Routing(used=COUNT)},
+    "kernels of other columns": {"how": Routing(used=3), "first": "Q3_K"},
 }  # fmt: skip
 
 
@@ -194,7 +196,7 @@ def test_a_token_gets_what_it_gets_alone(name: str, precision: str, request: pyt
     before = get_num_threads()
     request.addfinalizer(lambda: set_num_threads(before))
     read, y = buffer(MOST, HIDDEN), buffer(MOST, HIDDEN)
-    for threads in (1, 3):
+    for threads in (1, 3, 2):  # by the last, all matrices are prepared
         set_num_threads(threads)
         steps = steps_for(MOST, kernels, config, True)
         steps.mix(experts, read, y)

@@ -212,7 +212,7 @@ class ExpertTables:
         firsts, lasts = [network[:2] for network in experts.networks], [network[2:] for network in experts.networks]
         some = [matrix for matrix in firsts[0] if matrix is not None]  # of the first expert: all are alike
         (last,) = lasts[0]
-        columns = self._steps.kernels.words(last)[:, passes.COLUMNS]
+        columns = self._widest(experts)[:, passes.COLUMNS]
         rows = partial(_most_rows, c, columns.tolist())
         gates = [scratch.rows(f"experts {i}", rows(self.n), self._steps.width(matrix)) for i, matrix in enumerate(some)]
         outs = scratch.rows("experts' results", rows(self.n), self._steps.width(last))
@@ -236,7 +236,7 @@ class ExpertTables:
         factors = np.array([[m.factor if m else 1 for m in network] for network in experts.networks], np.float32)
         pairs = np.zeros(rows, np.int64)
         self._steps.program.keep(factors, pairs)
-        words = self._steps.kernels.words(experts.networks[0][2])
+        words = self._widest(experts)
         gate_bias, up_bias, down_bias = experts.biases or (None, None, None)
         numbers = {
             expert_ops.EXPERTS: c.experts, expert_ops.USED: how.used, expert_ops.SIGMOID: int(how.sigmoid),
@@ -256,6 +256,11 @@ class ExpertTables:
             block[word] = number
         for word, array in arrays.items():
             block[word] = address(array)
+
+    def _widest(self, experts: Experts) -> np.ndarray:
+        """The kernels of an expert's matrix whose tokens may take most rows: all of its matrices have these rows."""
+        kernels = [self._steps.kernels.words(matrix) for matrix in experts.networks[0] if matrix is not None]
+        return max(kernels, key=lambda words: int(words[-1, passes.COLUMNS]))
 
     def _multiply(
         self, networks: Sequence[tuple[QuantTensor | None, ...]], x: np.ndarray, ys: list[np.ndarray],

@@ -86,7 +86,7 @@ def _gather(block, _0, _1, _2, _3, _4, _5, first, last):
     A pair is a token and one of the experts that it chose, in the order of CHOSEN.
 
     block  PLACES int64 [experts, PLACE]; PAIR_OF_ROW int64 [ROWS], -1 of rows that no token has; ROW_OF_PAIR int64
-           [tokens * used]; TOKENS_PLACE the tokens' place; KERNELS any expert's, for the columns that there are
+           [tokens * used]; TOKENS_PLACE the tokens' place; KERNELS those of an expert's matrix that take most rows
     """
     words = array_at(block, WORDS, np.int64)
     experts, used = words[EXPERTS], words[USED]
@@ -122,7 +122,8 @@ def _records(block, x, x_stride, out, count, kernels, by_token, first, last):
     chosen = array_at(words[CHOSEN], 1, np.int64)
     pair_of_row = array_at(words[PAIR_OF_ROW], last, np.int64)
     places = array_at(words[PLACES], (words[EXPERTS], PLACE), np.int64)
-    k = array_at(kernels, (words[KINDS], passes.WORDS), np.int64)
+    kinds = array_at(kernels, passes.WORDS, np.int64)[passes.KINDS]
+    k = array_at(kernels, (kinds, passes.WORDS), np.int64)
     for row in range(first, last):
         pair = pair_of_row[row]
         if pair >= 0:

@@ -34,8 +34,9 @@ from bridge.system.threads.words import call
 _LEAST = 1 << 16  # bytes of weights of an item, each time that they are read
 
 FIRST, TOKENS, ONE_PASS, PLACE = range(4)
-# words of a kernel: its columns, addresses of it, its weights and what makes its records, bytes of a token's records
-COLUMNS, KERNEL, WEIGHTS, QUANTIZE, RECORD, WORDS = range(6)
+# words of a kernel: its columns, addresses of it, its weights and what makes its records, bytes of a token's records,
+# and how many kernels its matrix has
+COLUMNS, KERNEL, WEIGHTS, QUANTIZE, RECORD, KINDS, WORDS = range(7)
 
 
 class Product(NamedTuple):
@@ -197,7 +198,7 @@ class Kernels:
         if id(matrix) not in self._words:
             engine: Any = matrix._get_engine()
             words = np.zeros((len(engine.columns(self.integer)), WORDS), np.int64)
-            words[:, COLUMNS] = engine.columns(self.integer)
+            words[:, COLUMNS], words[:, KINDS] = engine.columns(self.integer), len(words)
             words[:, RECORD] = record_bytes(matrix.type, matrix.shape[1], self.integer)
             self._use(matrix, words)
         return self._words[id(matrix)][2]
