@@ -351,8 +351,8 @@ def test_passes_take_all_tokens_and_leave_few_columns_unused(target: str, one_pa
 
 def test_the_kernel_of_16_columns_is_for_many_tokens() -> None:
     widths = interleaved.widths("Q3_K", "avx512")
-    assert [turns.split(widths, n, False) for n in (9, 31)] == [[(8, 8), (1, 1)], [(16, 16), (8, 8), (7, 8)]]
-    assert [turns.split(widths, n, True) for n in (5, 9, 20, 500)] == [[(5, 8)], [(9, 8)], [(20, 8)], [(500, 16)]]
+    assert [turns.split(widths, n, False) for n in (9, 31)] == [((8, 8), (1, 1)), ((16, 16), (8, 8), (7, 8))]
+    assert [turns.split(widths, n, True) for n in (5, 9, 20, 500)] == [((5, 8),), ((9, 8),), ((20, 8),), ((500, 16),)]
 
 
 @pytest.mark.parametrize("widths", [(1,), (1, 2, 4), (1, 4, 8, 16)])

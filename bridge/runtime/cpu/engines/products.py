@@ -142,7 +142,7 @@ class Interleaved:
     def check(self) -> None:
         """Raises BridgeError where a scale that a product has met is not finite."""
 
-    def passes(self, tokens: int, integer: bool) -> list[tuple[int, int]]:
+    def passes(self, tokens: int, integer: bool) -> tuple[tuple[int, int], ...]:
         """(tokens, columns of the kernel) of each pass over the weights; there are float kernels of one column."""
         return split(self.columns(integer), tokens, self.repacks)
 

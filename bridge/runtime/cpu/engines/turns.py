@@ -6,6 +6,8 @@ What more of them take is arithmetic, and columns to spare would be lost. Where 
 tokens take one, whose last turn has columns to spare.
 """
 
+from functools import lru_cache
+
 import numpy as np
 
 from bridge.system.kernels.jit import inner
@@ -34,7 +36,8 @@ def next_turns(kernels, tokens, one_pass):
     return kind, turns
 
 
-def split(widths: tuple[int, ...], tokens: int, one_pass: bool) -> list[tuple[int, int]]:
+@lru_cache(1024)  # products from Python ask for it every time
+def split(widths: tuple[int, ...], tokens: int, one_pass: bool) -> tuple[tuple[int, int], ...]:
     """(tokens, columns of the kernel) of each pass over the weights, of kernels of these columns."""
     passes: list[tuple[int, int]] = []
     kernels = np.array(widths)[:, None]
@@ -42,4 +45,4 @@ def split(widths: tuple[int, ...], tokens: int, one_pass: bool) -> list[tuple[in
         kind, turns = next_turns.py_func(kernels, tokens, one_pass)
         passes.append((min(tokens, turns * widths[kind]), widths[kind]))
         tokens -= passes[-1][0]
-    return passes
+    return tuple(passes)
