@@ -6,6 +6,8 @@ A word is the int64 of that number from `state`, an address, on. All accesses ar
 
 from __future__ import annotations
 
+from typing import Any
+
 from bridge.system.cpu import machine
 from bridge.system.kernels import ir
 from bridge.system.kernels.jit import intrinsic, types
@@ -28,24 +30,25 @@ def read(typingctx, state, index):
     return types.int64(types.int64, types.int64), emit
 
 
-@intrinsic
-def write(typingctx, state, index, value):
+def _writing(order: str) -> Any:
+    """Of an intrinsic that writes a word: its signature, and what emits it."""
+
     def emit(context, builder, signature, arguments):
-        builder.store_atomic(arguments[2], _word(builder, *arguments[:2]), "seq_cst", 8)
+        builder.store_atomic(arguments[2], _word(builder, *arguments[:2]), order, 8)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64), emit
+
+
+@intrinsic
+def write(typingctx, state, index, value):
+    return _writing("seq_cst")
 
 
 @intrinsic
 def release(typingctx, state, index, value):
     """Write a word for a thread that waits for it; on x86 a plain store, where `write` waits until all cores know."""
-
-    def emit(context, builder, signature, arguments):
-        builder.store_atomic(arguments[2], _word(builder, *arguments[:2]), "release", 8)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), emit
+    return _writing("release")
 
 
 @intrinsic
