@@ -22,10 +22,12 @@ for it). Four distances gain nothing from memory. In the cache three cost 10 to 
 (`near`), for weights that are known to be there. Where arithmetic takes longer than reading (AVX2, types of fewer than
 4.5 bits a weight), 6 and 12 KB are 1 to 6% faster than three, but 3% slower for Q4_K.
 
-Each prefetch waits for the load that it goes with: otherwise LLVM, for AMD's processors, moves those of a block, up to
-100, to the front of its code. With weights in a Zen 4's third-level cache, IQ and K-quants are 6 to 14% faster so
-(TQ2_0 4% slower), with those in memory 3 to 13% (TQ2_0 too); with AVX2, Q4_K, Q5_K and Q6_K are some 20% faster in the
-cache, others up to 4% faster or slower.
+What uses a line's weights waits for the prefetches that go with it: else LLVM moves those of a block, up to 100, to one
+place, before its arithmetic or behind it, more than a core keeps in flight (24 on a Zen 3). Where they were behind it
+(AVX2, Zen 3, one thread), K- and IQ-quants read from memory took as long as reading and arithmetic one after the other:
+spread out they are 1.5 to 1.6 times as fast, as fast as plain reading, and 1.05 to 1.27 times in the cache; types of 32
+weights a block, whose few prefetches lie well anyhow, are the same within 2%. With AVX-512, by count, K-quants take a
+tenth fewer instructions, since LLVM spills less.
 
 On Arm, where nothing was measured, nothing is prefetched: CPUs follow the two streams of a row group by themselves, and
 ggml leaves it to them.

@@ -30,7 +30,6 @@ class Emitter:
         self.add, self.mul, self.or_ = builder.add, builder.mul, builder.or_
         self.fmul, self.fneg = builder.fmul, builder.fneg
         self._fetched: set[int] = set()
-        self._has_barriers = False  # which keep prefetches in their part of a block
         if target is None:  # for code that is the same on all targets
             return
         self.target = target
@@ -60,9 +59,9 @@ class Emitter:
         line = offset // _LINE
         if self.ahead and line not in self._fetched:
             self._fetched.add(line)
-            base = base if self._has_barriers else self._after(loaded, base)
             for distance in self.ahead:
                 self.prefetch(base, line * _LINE + distance)
+            return self.in_order(loaded)  # its users wait, so that LLVM leaves the prefetches among them
         return loaded
 
     def broadcast(self, base: ir.Value, offset: int) -> ir.Value:
@@ -193,17 +192,11 @@ class Emitter:
     def barrier(self) -> None:
         """Keep LLVM from moving loads across: its scheduler, given a whole superblock, spills most registers."""
         self.builder.fence("seq_cst", targetscope="singlethread")
-        self._has_barriers = True
 
     def in_order(self, value: ir.Value) -> ir.Value:
         """The value. LLVM keeps the order of such values; else it may multiply column by column and spill the words."""
         kind = ir.FunctionType(value.type, [value.type])
         return self.builder.asm(kind, "", f"={self._any_vector},0", [value], True)
-
-    def _after(self, value: ir.Value, address: ir.Value) -> ir.Value:
-        """The address. LLVM takes it to depend on the value, so that what is done with it stays behind the value."""
-        kind = ir.FunctionType(address.type, [address.type, value.type])
-        return self.builder.asm(kind, "", f"=r,0,{self._any_vector}", [address, value], False)
 
     @property
     def _any_vector(self) -> str:
