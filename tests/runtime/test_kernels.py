@@ -340,9 +340,9 @@ def test_unpacked_blocks_give_the_same_sums_as_the_repacked_form(name, monkeypat
 @pytest.mark.parametrize("target", targets.FEATURES)
 @pytest.mark.parametrize("one_pass", [False, True])
 def test_passes_take_all_tokens_and_leave_few_columns_unused(target: str, one_pass: bool) -> None:
-    widths = interleaved.widths("Q3_K", target)
+    widths, kinds = interleaved.widths("Q3_K", target), interleaved.kinds("Q3_K", target)
     for tokens in range(1, 100):
-        passes = turns.split(widths, tokens, one_pass)
+        passes = turns.split(kinds, tokens, one_pass)
         assert sum(count for count, _ in passes) == tokens
         assert {width for _, width in passes} <= set(widths)
         assert sum(-count % width for count, width in passes) < 8
@@ -350,14 +350,25 @@ def test_passes_take_all_tokens_and_leave_few_columns_unused(target: str, one_pa
 
 
 def test_the_kernel_of_16_columns_is_for_many_tokens() -> None:
-    widths = interleaved.widths("Q3_K", "avx512")
-    assert [turns.split(widths, n, False) for n in (9, 31)] == [((8, 8), (1, 1)), ((16, 16), (8, 8), (7, 8))]
-    assert [turns.split(widths, n, True) for n in (5, 9, 20, 500)] == [((5, 8),), ((9, 8),), ((20, 8),), ((500, 16),)]
+    kinds = interleaved.kinds("Q3_K", "avx512")
+    assert [turns.split(kinds, n, False) for n in (9, 31)] == [((8, 8), (1, 1)), ((16, 16), (8, 8), (7, 8))]
+    assert [turns.split(kinds, n, True) for n in (5, 9, 20, 500)] == [((5, 8),), ((9, 8),), ((20, 8),), ((500, 16),)]
+
+
+@pytest.mark.parametrize("one_pass", [False, True])
+def test_few_tokens_take_one_pass_of_a_kernel_that_does_not_unpack(one_pass: bool) -> None:
+    kinds = interleaved.kinds("Q4_K", "avx2")
+    splits = [turns.split(kinds, n, one_pass) for n in range(1, 9)]
+    assert splits == [((1, 1),), *(((n, 2),) for n in range(2, 8)), ((8, 4),)]
+    assert turns.split(kinds, 11, False) == ((8, 4), (3, 2))
+    assert turns.split(kinds, 11, True) == ((11, 4),)
 
 
 @pytest.mark.parametrize("widths", [(1,), (1, 2, 4), (1, 4, 8, 16)])
-def test_turns_are_the_same_in_compiled_code(widths: tuple[int, ...]) -> None:
-    kernels, compiled = np.array(widths)[:, None].copy(), numba.njit(turns.next_turns.py_func)
+@pytest.mark.parametrize("unpacks", [False, True])
+def test_turns_are_the_same_in_compiled_code(widths: tuple[int, ...], unpacks: bool) -> None:
+    kernels = np.array([(width, unpacks and width == widths[-1] > 1) for width in widths], np.int64)
+    compiled = numba.njit(turns.next_turns.py_func)
     for tokens in range(1, 60):
         for one_pass in (False, True):
             assert compiled(kernels, tokens, one_pass) == turns.next_turns.py_func(kernels, tokens, one_pass)

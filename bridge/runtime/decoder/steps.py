@@ -108,9 +108,9 @@ class Steps:
 
     def _check_room(self, matrix: QuantTensor, y: np.ndarray, width: int) -> None:
         """AssertionError where the last turn of a kernel would write beyond a buffer."""
-        widths = tuple(self.kernels.words(matrix)[:, passes.COLUMNS].tolist())
+        kinds = tuple(map(tuple, self.kernels.words(matrix)[:, [passes.COLUMNS, passes.UNPACKS]].tolist()))
         rows = max(
-            sum(-(-count // columns) * columns for count, columns in split(widths, self._n, one_pass))
+            sum(-(-count // columns) * columns for count, columns in split(kinds, self._n, one_pass))
             for one_pass in (False, True)
         )
         if y.base is None or address(y) + 4 * ((rows - 1) * y.shape[1] + width) > address(y.base) + y.base.nbytes:
@@ -125,7 +125,7 @@ class Steps:
     def record_kind(self, matrix: QuantTensor) -> Any:
         """What is the same for matrices that read the same records, of tokens in the same turns."""
         engine: Any = matrix._get_engine()
-        return record_kind(matrix.type, self.kernels.integer), engine.columns(self.kernels.integer)
+        return record_kind(matrix.type, self.kernels.integer), engine.kinds(self.kernels.integer)
 
     def record_memory(self, matrix: QuantTensor, number: int, rows: int) -> np.ndarray:
         """Memory for the records of so many rows, and of what a turn of theirs has beyond; `number`: of those now."""

@@ -121,6 +121,12 @@ def widths(name: str, target: str) -> tuple[int, ...]:
     return (*isa.widths, scaled.COLUMNS) if scales_codes else isa.widths
 
 
+def kinds(name: str, target: str) -> tuple[tuple[int, bool], ...]:
+    """The columns of each kernel of a type, and whether it unpacks its weights first."""
+    isa = targets.isa(target)
+    return tuple((width, unpacked.unpacks(isa, READ[name], width)) for width in widths(name, target))
+
+
 def form(name: str, target: str, width: int, integer: bool) -> str:
     """The form of the records that `kernel` reads, see activations.py."""
     isa = targets.isa(target)

@@ -96,7 +96,7 @@ class Interleaved:
         block = READ[matrix.type]
         isa = targets.isa(target)
         self.matrix, self.block, self.target = matrix, block, target
-        self.widths = interleaved.widths(matrix.type, target)
+        self._kinds = interleaved.kinds(matrix.type, target)
         self.lanes: int = isa.lanes
         self.layout = InterleavedLayout(block, self.lanes)
         rows, columns = matrix.shape
@@ -144,11 +144,11 @@ class Interleaved:
 
     def passes(self, tokens: int, integer: bool) -> tuple[tuple[int, int], ...]:
         """(tokens, columns of the kernel) of each pass over the weights; there are float kernels of one column."""
-        return split(self.columns(integer), tokens, self.repacks)
+        return split(self.kinds(integer), tokens, self.repacks)
 
-    def columns(self, integer: bool) -> tuple[int, ...]:
-        """The columns of its kernels, the widest last."""
-        return self.widths if integer else (1,)
+    def kinds(self, integer: bool) -> tuple[tuple[int, bool], ...]:
+        """The columns of each of its kernels, and whether it unpacks its weights first; the widest last."""
+        return self._kinds if integer else ((1, False),)
 
     def form(self, columns: int, integer: bool) -> str:
         """The form of the records that the kernel of so many columns reads, see activations.py."""

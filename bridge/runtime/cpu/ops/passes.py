@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from bridge.runtime.cpu.engines.turns import next_turns, split
+from bridge.runtime.cpu.engines.turns import FEW, next_turns, split
 from bridge.runtime.cpu.forms.activations import quantize_function, record_bytes
 from bridge.runtime.cpu.ops.program import Program, address, every_token, in_pieces
 from bridge.system.kernels.jit import CFunction, c_function, inner, maker
@@ -34,9 +34,9 @@ from bridge.system.threads.words import call
 _LEAST = 1 << 16  # bytes of weights of an item, each time that they are read
 
 FIRST, TOKENS, ONE_PASS, PLACE = range(4)
-# words of a kernel: its columns, addresses of it, its weights and what makes its records, bytes of a token's records,
-# and how many kernels its matrix has
-COLUMNS, KERNEL, WEIGHTS, QUANTIZE, RECORD, KINDS, WORDS = range(7)
+# words of a kernel: its columns and whether it unpacks, addresses of it, its weights and what makes its records, bytes
+# of a token's records, and how many kernels its matrix has
+COLUMNS, UNPACKS, KERNEL, WEIGHTS, QUANTIZE, RECORD, KINDS, WORDS = range(8)
 
 
 class Product(NamedTuple):
@@ -197,8 +197,8 @@ class Kernels:
         """The kernels of a matrix whose engine is `Interleaved`."""
         if id(matrix) not in self._words:
             engine: Any = matrix._get_engine()
-            words = np.zeros((len(engine.columns(self.integer)), WORDS), np.int64)
-            words[:, COLUMNS], words[:, KINDS] = engine.columns(self.integer), len(words)
+            words = np.zeros((len(engine.kinds(self.integer)), WORDS), np.int64)
+            words[:, [COLUMNS, UNPACKS]], words[:, KINDS] = engine.kinds(self.integer), len(words)
             words[:, RECORD] = record_bytes(matrix.type, matrix.shape[1], self.integer)
             self._use(matrix, words)
         return self._words[id(matrix)][2]
@@ -216,12 +216,12 @@ class Kernels:
 
     def columns(self, tokens: int, gathered: bool) -> set[int]:
         """Columns of the kernels that so many tokens need now; `gathered`: that any fewer need, too."""
-        every = {engine.columns(self.integer) for _, engine, _ in self._words.values()}
+        every = {engine.kinds(self.integer) for _, engine, _ in self._words.values()}
         return {
             columns
-            for widths in every
-            for count in (range(1, min(tokens, widths[-1]) + 1) if gathered else (tokens,))
-            for _, columns in split(widths, count, self.one_pass)
+            for kinds in every
+            for count in (range(1, min(tokens, max(FEW, kinds[-1][0])) + 1) if gathered else (tokens,))
+            for _, columns in split(kinds, count, self.one_pass)
         }
 
     def need(self, columns: Iterable[int]) -> None:
