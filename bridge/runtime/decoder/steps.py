@@ -108,7 +108,8 @@ class Steps:
 
     def _check_room(self, matrix: QuantTensor, y: np.ndarray, width: int) -> None:
         """AssertionError where the last turn of a kernel would write beyond a buffer."""
-        kinds = tuple(map(tuple, self.kernels.words(matrix)[:, [passes.COLUMNS, passes.UNPACKS]].tolist()))
+        engine: Any = matrix._get_engine()
+        kinds = engine.kinds(self.kernels.integer)
         rows = max(
             sum(-(-count // columns) * columns for count, columns in split(kinds, self._n, one_pass))
             for one_pass in (False, True)
