@@ -7,8 +7,9 @@ allows nothing more, the reply is complete without an end token.
 
 import copy
 import json
+import re
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import numpy as np
@@ -17,6 +18,8 @@ from bridge.errors import BridgeError, parameter
 from bridge.runtime.tokenizer import Tokenizer
 
 _LONGEST = 1 << 20  # characters of a schema or an expression
+_SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # none but after these
+_SLASH = re.compile(r"\\.|/|\n", re.DOTALL)  # with what is escaped already
 _known: weakref.WeakKeyDictionary[Tokenizer, Any] = weakref.WeakKeyDictionary()  # each with llguidance's own
 
 
@@ -25,14 +28,19 @@ class Constraint:
 
     schema  a JSON schema, as a dict or as its text
     regex   a regular expression (Rust's syntax, without look-around) that the whole reply matches
+    around  the grammar, in llguidance's Lark, of a whole reply, for the rule of what fits the schema or expression,
+            or for "" where neither is given
 
     Raises BridgeError where both are given, llguidance is not installed, or it does not know a part of the grammar.
     """
 
-    def __init__(self, tokenizer: Tokenizer, schema: Mapping[str, Any] | str | None = None, regex: str | None = None):
+    def __init__(
+        self, tokenizer: Tokenizer, schema: Mapping[str, Any] | str | None = None, regex: str | None = None,
+        around: Callable[[str], str] | None = None,
+    ):  # fmt: skip
         if schema is not None and regex is not None:
             raise BridgeError(f"{parameter('schema')} and {parameter('regex')} exclude each other; give one")
-        self._name = "schema" if regex is None else "regex"
+        self._name = "schema" if schema is not None else "regex" if regex is not None else "tools"
         try:
             from llguidance import LLMatcher
         except ImportError as problem:
@@ -44,12 +52,16 @@ class Constraint:
                 raise BridgeError(f"{parameter('regex', regex)}: must be a text")
             text = regex
         else:
-            text = _schema_text(schema)
+            text = "" if schema is None else _schema_text(schema)
         if len(text) > _LONGEST:
             raise BridgeError(f"{parameter(self._name)} has {len(text)} characters; the most is {_LONGEST}")
         self.vocab = len(tokenizer)
         try:
-            grammar = _json_grammar(text) if regex is None else LLMatcher.grammar_from_regex(text)
+            if around is not None:
+                rule = "" if not text else json_rule(text) if regex is None else f"/{_SLASH.sub(_escaped, text)}/"
+                grammar = LLMatcher.grammar_from_lark(around(rule))
+            else:
+                grammar = _json_grammar(text) if regex is None else LLMatcher.grammar_from_regex(text)
             self._matcher = LLMatcher(_tokens_of(tokenizer), grammar, log_level=0)
         except ValueError as problem:
             raise self._failed(str(problem)) from problem
@@ -95,11 +107,21 @@ def _schema_text(schema: Any) -> str:
 
 
 def _json_grammar(text: str) -> str:
-    """The grammar of a schema: no white space but what a comma and a colon have after them."""
+    """The grammar of a schema."""
     from llguidance import LLMatcher
 
-    options: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+    options: Any = _SPACES
     return str(LLMatcher.grammar_from_json_schema(text, overrides=options))
+
+
+def json_rule(schema: Mapping[str, Any] | str) -> str:
+    """A schema in a Lark grammar."""
+    return f"%json {json.dumps({**json.loads(_schema_text(schema)), 'x-guidance': _SPACES})}"
+
+
+def _escaped(part: re.Match[str]) -> str:
+    """A part of an expression as one stands between slashes."""
+    return {"/": r"\/", "\n": r"\n"}.get(part[0], part[0])
 
 
 class _Vocabulary:
