@@ -56,8 +56,8 @@ class ChatTemplate:
         if self.call_format is HARMONY:
             messages = [_without_channels(message) for message in messages]
         conversations = [list(messages)]
-        if not self.takes_tools:
-            conversations = [_described(messages, extra.pop("tools", None) or [])]
+        if not self.takes_tools and (tools := extra.pop("tools", None)):
+            conversations = [_described(messages, tools)]
         elif "tool_calls" not in template:
             conversations = [[_with_calls_in_content(message, self.call_format) for message in messages]]
         elif any(message.get("tool_calls") for message in messages):
@@ -122,7 +122,7 @@ def _with_calls_in_content(message: Mapping[str, Any], form: CallFormat) -> Mapp
         return message
     functions = [_with_object(call).get("function") for call in message["tool_calls"]]
     if not all(isinstance(f, dict) and "name" in f and isinstance(f.get("arguments"), dict) for f in functions):
-        raise BridgeError('the tool_calls of a message must be [{"function": {"name": ..., "arguments": "{...}"}}, ...]')
+        raise BridgeError('tool_calls of a message must be [{"function": {"name": ..., "arguments": "{...}"}}, ...]')
     calls = written_calls(functions, form)
     plain = {key: value for key, value in message.items() if key != "tool_calls"}
     return {**plain, "content": "\n".join(filter(None, [message.get("content"), calls]))}
@@ -136,8 +136,6 @@ def _described(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[st
             told.append({"role": "user", "content": f"The function's result: {message.get('content')}"})
         else:
             told.append(_with_calls_in_content(message, JSON))
-    if tools:
-        listed = "\n".join(json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools)
-        first = told[0] if told else {"role": "user", "content": ""}
-        told[:1] = [{**first, "content": f"{_TOOLS}{listed}\n\n{first.get('content', '')}".rstrip()}]
-    return told
+    listed = "\n".join(json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools)
+    first = told[0] if told else {"role": "user", "content": ""}
+    return [{**first, "content": f"{_TOOLS}{listed}\n\n{first.get('content', '')}".rstrip()}, *told[1:]]
