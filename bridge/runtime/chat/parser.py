@@ -67,6 +67,8 @@ class MarkedParser:
             parts += self._read(last)
             if (self._read, len(self._held)) == before:
                 break
+        if last and self._read == self._calls:  # nothing followed the begin of a section
+            parts += Parts(content=self._begin)
         return parts
 
     def _first(self, last: bool) -> Parts:
