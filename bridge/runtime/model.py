@@ -257,7 +257,8 @@ class Model:
                   file's own layer for that predicts; or another Model of the same vocabulary, whose context is taken.
                   See `bridge.runtime.replies.speculation`
         sampling  fields of `bridge.runtime.sampling.Sampling`: temperature (0: always the most likely token), top_k,
-                  top_p, min_p, seed, repeat_penalty, repeat_last_n, logit_bias ({token id: number added to its logit});
+                  top_p, min_p, seed, repeat_penalty, repeat_last_n, frequency_penalty, presence_penalty, logit_bias
+                  ({token id: number added to its logit});
                   and `schema`, a JSON schema (a dict or its text) that the reply fits, or `regex`, an expression that
                   all of it matches: see `bridge.runtime.constraint.Constraint`
 
