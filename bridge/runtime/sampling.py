@@ -4,8 +4,8 @@ In llama.cpp's order: biases are added; tokens that were seen are made less like
 fewest whose probabilities sum to top_p; of these the ones at least min_p times as likely as the first; then the
 temperature, then the draw.
 
-repeat_penalty is llama.cpp's, of the last tokens of prompt and reply; frequency_penalty and presence_penalty are OpenAI's
-and vLLM's, of all tokens of the reply and none of the prompt.
+repeat_penalty is llama.cpp's, of the last tokens of prompt and reply; frequency_penalty and presence_penalty are
+OpenAI's, of all tokens of the reply and none of the prompt.
 """
 
 import copy
