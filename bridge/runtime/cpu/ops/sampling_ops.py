@@ -391,8 +391,8 @@ def _sample(rows, _0, _1, _2, _3, _4, _5, first, last):
     ADJUSTED  whether to draw from a copy of the logits: BIASES float32 are added to those of BIASED int64
             [BIASED_COUNT]; those of SEEN int64 [SEEN_COUNT] are divided by PENALTY, or multiplied if they are not above
             0; those of REPLY int64 [REPLY_COUNT] get less by FREQUENCY for each time that they are in it, and once by
-            PRESENCE; and where ALLOWED is not 0, only those of the first ALLOWED_COUNT tokens are left whose bit there is
-            set. The largest of what is drawn from is left in ADJUSTED_TOP, and if it is not finite, no TOKEN
+            PRESENCE; and where ALLOWED is not 0, only those of the first ALLOWED_COUNT tokens are left whose bit is set
+            there. The largest of what is drawn from is left in ADJUSTED_TOP, and if it is not finite, no TOKEN
     """
     for i in range(first, last):
         words = array_at(rows + 8 * WORDS * i, WORDS, np.int64)
