@@ -18,10 +18,11 @@ from starlette.routing import Route
 
 from bridge.errors import BridgeError
 from bridge.runtime.model import Model
+from bridge.runtime.replies.scoring import Pooler
 from bridge.serve import request_json
-from bridge.serve.engine import Engine, Refused, Stream, Update
+from bridge.serve.engine import Engine, Job, Refused, Stream, Update
 from bridge.serve.metrics import Metrics
-from bridge.serve.request_json import BadRequest, ReplyJobs, ReplyRequest
+from bridge.serve.request_json import BadRequest, EmbeddingRequest, ReplyJobs, ReplyRequest
 from bridge.serve.response_json import DONE, Answer, event, problem, to_json, usage, vectors
 
 _BODY_SECONDS = 30  # within which a client must have sent its request
@@ -112,11 +113,15 @@ class _Server:
                                      status=403)  # fmt: skip
                 response = await answer(request)
             except BadRequest as error:
-                response = _failed(error.status, str(error), "invalid_request_error", error.field, error.code)
+                message = self._without_path(str(error))
+                response = _failed(error.status, message, "invalid_request_error", error.field, error.code)
                 if error.status == 401:
                     response.headers["WWW-Authenticate"] = "Bearer"
             except BridgeError as error:
-                response = _failed(400, str(error), "invalid_request_error")
+                message = str(error).replace(
+                    str(self.model.path), self.name
+                )  # where the file is, is no client's business
+                response = _failed(400, message, "invalid_request_error")
             except Refused as error:
                 status, kind = (503, "service_unavailable") if error.stopping else (429, "rate_limit_error")
                 response = _failed(status, str(error), kind)
@@ -129,6 +134,10 @@ class _Server:
             return response
 
         return endpoint
+
+    def _without_path(self, message: str) -> str:
+        """A message that names the model instead of its file: where that is, is no client's business."""
+        return message.replace(str(self.model.path), self.name)
 
     def with_key(self, answer: Callable[[Request], Awaitable[Response]]) -> Any:
         """An endpoint of `open_to_all` for clients that send the key."""
@@ -165,7 +174,9 @@ class _Server:
 
     async def model_named(self, request: Request) -> Response:
         """The one model, asked for by its name."""
-        request_json.check_model(request_json.RequestFields({"model": request.path_params["name"]}), self.name)
+        if (asked := request.path_params["name"]) != self.name:
+            message = f"the model {asked!r} is not served; this server has {self.name!r}"
+            raise BadRequest(message, "model", "model_not_found", 404)
         return _Json(self._model_object())
 
     async def completions(self, request: Request) -> Response:
@@ -176,10 +187,12 @@ class _Server:
 
     async def embeddings(self, request: Request) -> Response:
         """A vector for each text."""
-        jobs, poolers, in_base64 = await self._prepared(
-            request,
-            lambda body, awaited: request_json.embeddings(body, self.model, self.name, self.limits.pooling, awaited),
-        )
+
+        def make(body: Any, awaited: Callable[[], bool]) -> tuple[EmbeddingRequest, list[Job], list[Pooler]]:
+            asked = request_json.embeddings(body, self.model, self.limits.pooling)
+            return asked, *request_json.embedding_jobs(asked, self.model, awaited)
+
+        asked, jobs, poolers = await self._prepared(request, make)
         size = self.limits.sequences
         for first in range(0, len(jobs), size):
             streams = self.engine.submit(jobs[first : first + size])
@@ -187,8 +200,8 @@ class _Server:
                 await _while_connected(request, _gathered(map(_all, streams)))
             finally:
                 self.engine.release(streams)
-        embedded = [pooler.vector(normalize=True) for pooler in poolers]
-        return _Json(vectors(embedded, self.name, sum(len(job.prompt) for job in jobs), in_base64))
+        embedded = [pooler.vector(normalize=True, size=asked.size) for pooler in poolers]
+        return _Json(vectors(embedded, self.name, sum(len(job.prompt) for job in jobs), asked.in_base64))
 
     async def _prepared(self, request: Request, make: Callable[[Any, Callable[[], bool]], T]) -> T:
         """What `make` makes of a request's JSON while the client is there, see `Engine.aside`."""
@@ -223,7 +236,7 @@ class _Server:
 
     async def _reply(self, request: Request, read: Callable[..., ReplyRequest], kind: str) -> Response:
         def make(body: Any, awaited: Callable[[], bool]) -> tuple[ReplyRequest, ReplyJobs]:
-            asked = read(body, self.model, self.name, self.limits.sampling)
+            asked = read(body, self.model, self.limits.sampling)
             return asked, request_json.reply_jobs(asked, self.model, self.engine.most, awaited)
 
         asked, jobs = await self._prepared(request, make)
