@@ -213,9 +213,7 @@ def test_embeddings_of_fewer_dimensions_are_the_first_ones_at_length_one(client:
     np.testing.assert_allclose(found, first / np.linalg.norm(first), atol=1e-5)
 
 
-def test_a_reply_to_a_grammar_has_a_limit_where_the_request_gives_none(
-    client: Any, monkeypatch: Any
-) -> None:
+def test_a_reply_to_a_grammar_has_a_limit_where_the_request_gives_none(client: Any, monkeypatch: Any) -> None:
     pytest.importorskip("llguidance")
     monkeypatch.setattr(request_json, "_GRAMMAR_TOKENS", 6)
     form = {"type": "regex", "regex": "[a-z ]{20,100}x"}
