@@ -155,6 +155,11 @@ class Model:
         return str(self._file.metadata.get("general.name") or self.path.stem)
 
     @property
+    def file(self) -> GGUFFile:
+        """The open file."""
+        return self._file
+
+    @property
     def vocab(self) -> int:
         """Number of token ids that it knows, with those that the tokenizer does not use."""
         return int(self._decoder.vocab)
@@ -370,6 +375,12 @@ class Model:
         most              of a conversation of more tokens than that, a beginning that is longer is enough
         """
         return self._template.tokens(self.tokenizer, messages, template_options, most)
+
+    def chat_text(
+        self, messages: Sequence[Mapping[str, Any]], template_options: Mapping[str, Any] | None = None
+    ) -> str:
+        """A conversation as the text that `chat_tokens` makes tokens of."""
+        return self._template.render(self.tokenizer, messages, template_options)
 
     def checked_ids(self, tokens: Sequence[int], max_tokens: int = 0) -> list[int]:
         """The token ids of a prompt, with BOS where there are none; BridgeError unless the model and its context take

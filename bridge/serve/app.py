@@ -19,7 +19,7 @@ from starlette.routing import Route
 from bridge.errors import BridgeError
 from bridge.runtime.model import Model
 from bridge.runtime.replies.scoring import Pooler
-from bridge.serve import request_json
+from bridge.serve import llama_server, request_json
 from bridge.serve.engine import Engine, Job, Refused, Stream, Update
 from bridge.serve.metrics import Metrics
 from bridge.serve.request_json import BadRequest, EmbeddingRequest, ReplyJobs, ReplyRequest
@@ -74,14 +74,23 @@ def make_app(model: Model, limits: Limits, engine: Engine) -> Starlette:
 
     routes = [
         Route("/", server.open_to_all(server.page)),
-        Route("/health", server.open_to_all(server.health)),
+        *(Route(path, server.open_to_all(server.health)) for path in ("/health", "/v1/health")),
         Route("/metrics", server.with_key(server.metrics)),
-        Route("/v1/models", server.with_key(server.models)),
+        *(Route(path, server.with_key(server.models)) for path in ("/v1/models", "/models")),
         Route("/v1/models/{name:path}", server.with_key(server.model_named)),
         Route("/v1/completions", server.with_key(server.completions), methods=["POST"]),
         Route("/v1/chat/completions", server.with_key(server.chats), methods=["POST"]),
         Route("/v1/embeddings", server.with_key(server.embeddings), methods=["POST"]),
-    ]
+        Route("/props", server.with_key(server.properties)),
+        Route("/slots", server.with_key(server.slots)),
+        *(
+            Route(path, server.with_key(server.converting(convert)), methods=["POST"])
+            for path, convert in (
+                ("/tokenize", llama_server.tokenize), ("/detokenize", llama_server.detokenize),
+                ("/apply-template", llama_server.apply_template),
+            )
+        ),
+    ]  # fmt: skip
 
     async def not_found(request: Request, error: Any) -> Response:
         message = f"{request.method} {request.url.path}: this server has {', '.join(route.path for route in routes)}"
@@ -178,6 +187,21 @@ class _Server:
             message = f"the model {asked!r} is not served; this server has {self.name!r}"
             raise BadRequest(message, "model", "model_not_found", 404)
         return _Json(self._model_object())
+
+    async def properties(self, request: Request) -> Response:
+        limits = self.limits
+        return _Json(llama_server.properties(self.model, self.name, limits.sequences, limits.sampling))
+
+    async def slots(self, request: Request) -> Response:
+        return _Json(llama_server.slots(self.model, self.engine, self.limits.sequences))
+
+    def converting(self, convert: Callable[[Any, Model], Any]) -> Callable[[Request], Awaitable[Response]]:
+        """What answers with what is made of a request's JSON, without the model's weights."""
+
+        async def answer(request: Request) -> Response:
+            return _Json(await self._prepared(request, lambda body, _: convert(body, self.model)))
+
+        return answer
 
     async def completions(self, request: Request) -> Response:
         return await self._reply(request, request_json.completion, "text_completion")

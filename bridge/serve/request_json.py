@@ -73,6 +73,12 @@ class RequestFields(Fields):
         except FieldError as wrong:
             raise BadRequest(f"{wrong.name} must be {wrong.must_be}", wrong.name) from None
 
+    def needed(self, key: str, kind: Kind) -> Any:
+        """As `take`, of a field that must be there."""
+        if key not in self:
+            raise BadRequest(f"{self._prefix}{key} is missing", self._prefix + key)
+        return self.take(key, kind)
+
     def unchanged(self, key: str, *neutral: Any) -> None:
         """A field that only values without an effect are taken for."""
         if self.take(key, anything, neutral[0]) not in neutral:
@@ -114,6 +120,13 @@ def _one_of(*names: str) -> Kind:
         return str(value)
 
     return kind
+
+
+def token_ids(value: Any, name: str) -> list[int]:
+    """A list of integers."""
+    if not _is_ids(value):
+        raise BadRequest(f"{name} must be a list of token ids", name)
+    return list(value)
 
 
 @dataclass

@@ -45,6 +45,14 @@ class ChatTemplate:
         most: int | None = None,
     ) -> list[int]:  # fmt: skip
         """See `Model.chat_tokens`."""
+        text, bos = self.render(tokenizer, messages, options), tokenizer.text(tokenizer.bos)
+        special = not (bos and text.startswith(bos))
+        return tokenizer.encode(text, special) if most is None else tokenizer.encode_within(text, most, special)
+
+    def render(
+        self, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any] | None
+    ) -> str:
+        """See `Model.chat_text`."""
         from bridge.gguf_file.chat_template import TemplateFailed, check_template_options, render_chats
 
         plain = isinstance(messages, Sequence) and not isinstance(messages, str | bytes)
@@ -63,8 +71,7 @@ class ChatTemplate:
         (text,) = render_chats(template, [(messages, True)], {"bos_token": bos, "eos_token": eos}, options=extra)
         if isinstance(text, TemplateFailed):
             raise BridgeError(f"{self._path}: the chat template cannot be used: {text}") from text
-        special = not (bos and text.startswith(bos))
-        return tokenizer.encode(text, special) if most is None else tokenizer.encode_within(text, most, special)
+        return text
 
 
 class Channels:
