@@ -100,7 +100,7 @@ _WITHOUT_EFFECT = {
 }  # fmt: skip
 
 
-def _between(least: int, most: int) -> Kind:
+def between(least: int, most: int) -> Kind:
     """An integer of a range."""
 
     def kind(value: Any, name: str) -> int:
@@ -178,9 +178,9 @@ def _common(fields: RequestFields, defaults: Mapping[str, Any]) -> ReplyRequest:
     for key, kind in _WITHOUT_EFFECT.items():
         fields.take(key, kind)
     return ReplyRequest(
-        max_tokens=fields.take("max_tokens", _between(0, 1 << 31)), stop=stop,
-        n=fields.take("n", _between(1, MOST_CHOICES), 1),
-        seed=fields.take("seed", _between(0, (1 << 63) - 1), defaults.get("seed")), logprobs=None,
+        max_tokens=fields.take("max_tokens", between(0, 1 << 31)), stop=stop,
+        n=fields.take("n", between(1, MOST_CHOICES), 1),
+        seed=fields.take("seed", between(0, (1 << 63) - 1), defaults.get("seed")), logprobs=None,
         stream=fields.take("stream", flag, False), usage=usage, sampling=sampling, grammar={},
     )  # fmt: skip
 
@@ -192,7 +192,7 @@ def completion(body: Any, model: Model, defaults: Mapping[str, Any]) -> ReplyReq
     asked.prompts = _prompts("prompt", fields.take("prompt", of_type((str, list), _PROMPT)))
     if asked.max_tokens is None:
         asked.max_tokens = _COMPLETION_TOKENS
-    asked.logprobs = fields.take("logprobs", _between(0, MOST_TOP))
+    asked.logprobs = fields.take("logprobs", between(0, MOST_TOP))
     asked.echo = fields.take("echo", flag, False)
     if asked.echo and asked.stream:
         raise BadRequest("echo is not supported in a stream; leave one of the two out", "echo", "unsupported_parameter")
@@ -252,7 +252,7 @@ def _grammar(fields: RequestFields) -> tuple[dict[str, Any], str]:
 def chat(body: Any, model: Model, defaults: Mapping[str, Any]) -> ReplyRequest:
     """The body of /v1/chat/completions."""
     fields = RequestFields(body)
-    newer = fields.take("max_completion_tokens", _between(0, 1 << 31))
+    newer = fields.take("max_completion_tokens", between(0, 1 << 31))
     asked = _common(fields, defaults)
     if newer is not None:
         asked.max_tokens = newer
@@ -266,7 +266,7 @@ def chat(body: Any, model: Model, defaults: Mapping[str, Any]) -> ReplyRequest:
             "messages", "unsupported_parameter",
         )  # fmt: skip
     wants = fields.take("logprobs", flag, False)
-    top = fields.take("top_logprobs", _between(0, MOST_TOP))
+    top = fields.take("top_logprobs", between(0, MOST_TOP))
     if top is not None and not wants:
         raise BadRequest("top_logprobs needs logprobs: true", "top_logprobs")
     asked.logprobs = (top or 0) if wants else None
@@ -393,7 +393,7 @@ def embeddings(body: Any, model: Model, pooling: str) -> EmbeddingRequest:
     form = fields.take("encoding_format", _one_of("float", "base64"), "float")
     pooling = fields.take("pooling", _one_of(*POOLINGS), pooling)
     fields.take("user", _TEXT)
-    size = fields.take("dimensions", _between(1, model.config.hidden))
+    size = fields.take("dimensions", between(1, model.config.hidden))
     fields.end()
     return EmbeddingRequest(texts, pooling, size, form == "base64")
 
