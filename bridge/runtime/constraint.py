@@ -12,7 +12,7 @@ import copy
 import json
 import re
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import numpy as np
@@ -21,11 +21,13 @@ from bridge.errors import BridgeError, parameter
 from bridge.runtime.tokenizer import Tokenizer
 
 _LONGEST = 1 << 20  # characters of a schema or an expression
+_SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # none but after these
+_SLASH = re.compile(r"\\.|/|\n", re.DOTALL)  # with what is escaped already
 _MOST_DIGITS = 16  # as many as a float64 holds
-_QUOTE, _BACKSLASH = b'"\\'
+_QUOTE, _BACKSLASH, _LINE_BREAK = b'"\\\n'
 _known: weakref.WeakKeyDictionary[Tokenizer, Any] = weakref.WeakKeyDictionary()  # each with what `_tokens_of` returns
 
-# the begin of what llguidance says -> what it means
+# words of what llguidance says -> what it means
 _MEANINGS = {
     "NoExtensionBias": "nothing fits it",
     "oneOf constraints are not supported": "a oneOf whose alternatives may overlap is not supported; use anyOf",
@@ -46,14 +48,19 @@ class Constraint:
 
     schema  a JSON schema, as a dict or as its text
     regex   a regular expression (Rust's syntax, without look-around) that the whole reply matches
+    around  the grammar, in llguidance's Lark, of a whole reply, for the rule of what fits the schema or expression,
+            or for "" where neither is given
 
     Raises BridgeError where both are given, llguidance is not installed, or it does not know a part of the grammar.
     """
 
-    def __init__(self, tokenizer: Tokenizer, schema: Mapping[str, Any] | str | None = None, regex: str | None = None):
+    def __init__(
+        self, tokenizer: Tokenizer, schema: Mapping[str, Any] | str | None = None, regex: str | None = None,
+        around: Callable[[str], str] | None = None,
+    ):  # fmt: skip
         if schema is not None and regex is not None:
             raise BridgeError(f"{parameter('schema')} and {parameter('regex')} exclude each other; give one")
-        self._name = "schema" if regex is None else "regex"
+        self._name = "schema" if schema is not None else "regex" if regex is not None else "tools"
         try:
             from llguidance import LLMatcher
         except ImportError as problem:
@@ -65,13 +72,17 @@ class Constraint:
                 raise BridgeError(f"{parameter('regex', regex)}: must be a text")
             text = regex
         else:
-            text = _schema_text(schema)
+            text = "" if schema is None else _schema_text(schema)
         if len(text) > _LONGEST:
             raise BridgeError(f"{parameter(self._name)} has {len(text)} characters; the most is {_LONGEST}")
         self.vocab = len(tokenizer)
-        self._tokenizer, self._digits = tokenizer, _Digits() if regex is None else None
+        self._tokenizer, self._digits = tokenizer, _Digits() if schema is not None else None
         try:
-            grammar = _json_grammar(text) if regex is None else LLMatcher.grammar_from_regex(text)
+            if around is not None:
+                rule = "" if not text else json_rule(text) if regex is None else f"/{_SLASH.sub(_escaped, text)}/"
+                grammar = LLMatcher.grammar_from_lark(around(rule))
+            else:
+                grammar = _json_grammar(text) if regex is None else LLMatcher.grammar_from_regex(text)
             vocabulary, self._starts_with_digit = _tokens_of(tokenizer)
             self._matcher = LLMatcher(vocabulary, grammar, log_level=0)
         except ValueError as problem:
@@ -118,14 +129,17 @@ def _reason(said: str) -> str:
     said = said.partition("<state>")[0]
     if found := re.search(r"^ *error: (.+)", said, re.MULTILINE):  # of the regular expression, below a copy of it
         return found[1]
-    if found := re.match(r"Unimplemented keys: (.+)", said):
+    if found := re.search(r"Unimplemented keys: (\[.*\])", said):
         return f"it has keywords that are not supported: {', '.join(json.loads(found[1]))}"
-    said = " ".join(said.split())
-    return next((meaning for begin, meaning in _MEANINGS.items() if said.startswith(begin)), said)
+    said = re.sub(r"^at .*?: (failed to compile JSON schema: )?", "", said.strip().partition("\n")[0])  # the place
+    return next((meaning for words, meaning in _MEANINGS.items() if words in said), said)
 
 
 class _Digits:
-    """Of a JSON text that comes in parts: `count` digits of a number are the last of it."""
+    """Of a JSON text that comes in parts: `count` digits of a number are the last of it.
+
+    It has no line breaks, so that quotation marks before one, in what the model thinks first, say nothing.
+    """
 
     def __init__(self) -> None:
         self.count = 0
@@ -133,7 +147,10 @@ class _Digits:
 
     def add(self, part: bytes) -> None:
         for byte in part:
-            if self._escaped:
+            if byte == _LINE_BREAK:
+                self._quoted = self._escaped = False
+                self.count = 0
+            elif self._escaped:
                 self._escaped = False
             elif byte == _QUOTE:
                 self._quoted, self.count = not self._quoted, 0
@@ -155,11 +172,21 @@ def _schema_text(schema: Any) -> str:
 
 
 def _json_grammar(text: str) -> str:
-    """The grammar of a schema: no white space but what a comma and a colon have after them."""
+    """The grammar of a schema."""
     from llguidance import LLMatcher
 
-    options: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+    options: Any = _SPACES
     return str(LLMatcher.grammar_from_json_schema(text, overrides=options))
+
+
+def json_rule(schema: Mapping[str, Any] | str) -> str:
+    """A schema in a Lark grammar."""
+    return f"%json {json.dumps({**json.loads(_schema_text(schema)), 'x-guidance': _SPACES})}"
+
+
+def _escaped(part: re.Match[str]) -> str:
+    """A part of an expression as one stands between slashes."""
+    return {"/": r"\/", "\n": r"\n"}.get(part[0], part[0])
 
 
 class _Vocabulary:

@@ -15,12 +15,15 @@ at once, each in a thread of its own. Tokens with which the call before began as
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 
 from bridge.errors import BridgeError, parameter
+from bridge.runtime.chat.reply_form import ReplyForm
+from bridge.runtime.chat.templates import ChatTemplate
 from bridge.runtime.config.config_reader import read_config
 from bridge.runtime.config.decoder_config import DecoderConfig
 from bridge.runtime.decoder.decoder import Decoder
@@ -29,7 +32,6 @@ from bridge.runtime.decoder.shared import SharedDecoder
 from bridge.runtime.layers.lora import add_adapter
 from bridge.runtime.reader import GGUFFile, open_gguf
 from bridge.runtime.replies.batch import MAX_BATCH, Batch
-from bridge.runtime.replies.chat import ChatTemplate
 from bridge.runtime.replies.continuations import continuation_scores
 from bridge.runtime.replies.drawing import Timing, reply_tokens, run_batch
 from bridge.runtime.replies.generation import ScoredToken, scored, stop_texts, until
@@ -174,10 +176,10 @@ class Model:
         """Whether the file has a chat template with tools."""
         return self._template.takes_tools
 
-    @property
-    def has_channels(self) -> bool:
-        """Whether replies have channels, as gpt-oss's; see `runtime.chat.Channels`."""
-        return self._template.has_channels
+    @cached_property
+    def reply_form(self) -> ReplyForm:
+        """How replies in chats are written: what the model thinks, what it says, and which tools it calls."""
+        return ReplyForm(self._template.text or "", self._template.call_format, self.tokenizer)
 
     def prepare(self) -> Self:
         """Repack the weights now rather than with the first token, or on a GPU upload and compile; returns self."""

@@ -13,7 +13,7 @@ import math
 import re
 from argparse import ArgumentTypeError
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -205,12 +205,13 @@ class Sampler:
 
     @classmethod
     def of(
-        cls, tokenizer: Tokenizer, logprobs: int | None = None, schema: Any = None, regex: Any = None, **sampling: Any
-    ) -> Self:
+        cls, tokenizer: Tokenizer, logprobs: int | None = None, schema: Any = None, regex: Any = None,
+        around: Callable[[str], str] | None = None, **sampling: Any,
+    ) -> Self:  # fmt: skip
         """A sampler for fields of `Sampling`, and for what `Constraint` takes."""
         how = Sampling(**sampling)
-        free = schema is None and regex is None
-        return cls(how, logprobs, None if free else Constraint(tokenizer, schema, regex))
+        free = schema is None and regex is None and around is None
+        return cls(how, logprobs, None if free else Constraint(tokenizer, schema, regex, around))
 
     def copy(self, seed: int | None) -> Self:
         """This sampler as it is now, with a seed of its own, for another reply to the same request."""

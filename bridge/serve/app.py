@@ -5,9 +5,11 @@ import hmac
 import html
 import ipaddress
 import os
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,7 +25,16 @@ from bridge.serve import llama_server, request_json
 from bridge.serve.engine import Engine, Job, Refused, Stream, Update
 from bridge.serve.metrics import Metrics
 from bridge.serve.request_json import BadRequest, EmbeddingRequest, ReplyJobs, ReplyRequest
-from bridge.serve.response_json import DONE, Answer, event, problem, to_json, usage, vectors
+from bridge.serve.response_json import (
+    Answer,
+    ChatAnswer,
+    CompletionAnswer,
+    Replied,
+    Usage,
+    problem,
+    to_json,
+    vectors,
+)
 
 _BODY_SECONDS = 30  # within which a client must have sent its request
 _BODIES = 16  # of the largest size that are held at a time
@@ -204,10 +215,12 @@ class _Server:
         return answer
 
     async def completions(self, request: Request) -> Response:
-        return await self._reply(request, request_json.completion, "text_completion")
+        answer_of = partial(CompletionAnswer, self.name, self.model.tokenizer)
+        return await self.reply(request, request_json.completion, lambda asked: answer_of(asked.usage))
 
     async def chats(self, request: Request) -> Response:
-        return await self._reply(request, request_json.chat, "chat.completion")
+        answer_of = partial(ChatAnswer, self.name, self.model.tokenizer)
+        return await self.reply(request, request_json.chat, lambda asked: answer_of(asked.usage))
 
     async def embeddings(self, request: Request) -> Response:
         """A vector for each text."""
@@ -258,21 +271,26 @@ class _Server:
         except TimeoutError:
             raise BadRequest(f"the body did not come within {_BODY_SECONDS} seconds", status=408) from None
 
-    async def _reply(self, request: Request, read: Callable[..., ReplyRequest], kind: str) -> Response:
+    async def reply(
+        self, request: Request, read: Callable[..., ReplyRequest], answer_of: Callable[[ReplyRequest], Answer]
+    ) -> Response:
+        """The answer to a request for text."""
+
         def make(body: Any, awaited: Callable[[], bool]) -> tuple[ReplyRequest, ReplyJobs]:
             asked = read(body, self.model, self.limits.sampling)
             return asked, request_json.reply_jobs(asked, self.model, self.engine.most, awaited)
 
         asked, jobs = await self._prepared(request, make)
-        answer = Answer(kind, self.name, self.model.tokenizer, self.model.has_channels)
+        answer = answer_of(asked)
         streams = self.engine.submit(jobs.jobs)
         if asked.stream:
-            return _Events(self._events(answer, asked, jobs, streams), lambda: self.engine.release(streams))
+            events = self._events(answer, asked, jobs, streams)
+            return _Events(events, answer.media_type, lambda: self.engine.release(streams))
         try:
             updates = await _while_connected(request, _gathered(_all(s, self._metrics.first_token) for s in streams))
         finally:
             self.engine.release(streams)
-        choices = []
+        replies = []
         for index, (text, tokens, finish) in enumerate(updates):
             echoed = None
             if asked.echo:
@@ -281,8 +299,10 @@ class _Server:
                 prompt = asked.prompts[number]
                 prompt_text = prompt if isinstance(prompt, str) else self.model.tokenizer.decode(prompt)
                 echoed = prompt_text, jobs.scorers[number].tokens if jobs.scorers else (), generation.prompt[0]
-            choices.append(answer.choice(index, text, None if asked.logprobs is None else tokens, finish, echoed))
-        return _Json(answer.whole(choices, _usage(jobs, streams)))
+            parts = jobs.parsers[index].add(text, last=True)
+            noted = None if asked.logprobs is None else tokens
+            replies.append(Replied(index, parts, noted, _ended(finish, bool(parts.calls)), echoed=echoed))
+        return _Json(answer.complete(replies, _usage(jobs, streams)))
 
     async def _events(
         self, answer: Answer, asked: ReplyRequest, jobs: ReplyJobs, streams: list[Stream]
@@ -296,29 +316,34 @@ class _Server:
 
         tasks = [asyncio.create_task(forward(index, stream)) for index, stream in enumerate(streams)]
         offsets, left = [0] * len(streams), len(streams)
-        begun = [False] * len(streams)
+        begun, called = [False] * len(streams), [False] * len(streams)
         try:
-            for index in range(len(streams) if answer.chat else 0):
-                yield event(answer.begin(index))
+            yield answer.begin(len(streams))
             while left:
                 index, update = await updates.get()
                 if not begun[index]:
                     begun[index] = True
-                    self._metrics.first_token(asyncio.get_running_loop().time() - streams[index].begun)
+                    self._metrics.first_token(streams[index].first - streams[index].begun)
                 if update.error is not None:
-                    yield event(problem(update.error, _KINDS[update.status]))
+                    yield answer.failed(update.error, _KINDS[update.status])
                     return
                 left -= update.finish is not None
                 tokens = None if asked.logprobs is None else update.tokens
-                if update.text or tokens or update.finish is not None:
-                    yield event(answer.part(index, update.text, tokens, update.finish, offsets[index]))
-                    offsets[index] += len(update.text)
-            if asked.usage:
-                yield event(answer.end(_usage(jobs, streams)))
-            yield DONE
+                parts = jobs.parsers[index].add(update.text, update.finish is not None)
+                called[index] |= bool(parts.calls)
+                if parts or tokens or update.finish is not None:
+                    finish = _ended(update.finish, called[index])
+                    yield answer.part(Replied(index, parts, tokens, finish, offsets[index]))
+                offsets[index] += len(update.text)
+            yield answer.end(_usage(jobs, streams))
         finally:
             for task in tasks:
                 task.cancel()
+
+
+def _ended(finish: str | None, called: bool) -> str | None:
+    """How a reply ended."""
+    return "tool_calls" if called and finish == "stop" else finish
 
 
 class _Failed(Exception):
@@ -329,12 +354,14 @@ class _Failed(Exception):
         self.status = status
 
 
-def _usage(jobs: ReplyJobs, streams: list[Stream]) -> dict[str, Any]:
+def _usage(jobs: ReplyJobs, streams: list[Stream]) -> Usage:
     """Prompts count once, however many replies they have."""
     generations = [stream.generation for stream in streams if stream.generation is not None]
     replies = sum(generation.drawn for generation in generations)
     each = max(1, len(streams) // max(1, len(jobs.prompts)))
-    return usage(sum(map(len, jobs.prompts)), replies, sum(generation.kept for generation in generations[::each]))
+    kept = sum(generation.kept for generation in generations[::each])
+    begun, first = min(stream.begun for stream in streams), min(stream.first for stream in streams)
+    return Usage(sum(map(len, jobs.prompts)), replies, kept, first - begun, time.monotonic() - begun)
 
 
 async def _all(stream: Stream, first_token: Callable[[float], None] | None = None) -> tuple[str, list[Any], str]:
@@ -342,7 +369,7 @@ async def _all(stream: Stream, first_token: Callable[[float], None] | None = Non
     texts, tokens, finish = list[str](), list[Any](), ""
     async for update in stream:
         if first_token is not None:
-            first_token(asyncio.get_running_loop().time() - stream.begun)
+            first_token(stream.first - stream.begun)
             first_token = None
         if update.error is not None:
             raise _Failed(update.error, update.status)
@@ -383,11 +410,11 @@ async def _while_connected(request: Request, coroutine: Coroutine[Any, Any, T]) 
 
 
 class _Events(Response):
-    """Server-sent events, until they end or the client goes; `release` is called then, whatever happened."""
+    """A stream, until it ends or the client goes; `release` is called then, whatever happened."""
 
-    def __init__(self, events: AsyncIterator[bytes], release: Callable[[], None]):
+    def __init__(self, events: AsyncIterator[bytes], media_type: str, release: Callable[[], None]):
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(media_type="text/event-stream", headers=headers)
+        super().__init__(media_type=media_type, headers=headers)
         del self.headers["content-length"]
         self._source, self._release = events, release
 
@@ -401,7 +428,8 @@ class _Events(Response):
 
     async def _pass_on(self, send: _Send) -> None:
         async for data in self._source:
-            await send({"type": "http.response.body", "body": data, "more_body": True})
+            if data:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

@@ -8,7 +8,7 @@ two other threads. Nothing waits for a thread whose result nobody wants any more
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -55,6 +55,7 @@ class Job:
     stop: list[str]
     conversation: bool = False
     reader: Reader | None = None
+    shown: Collection[int] = ()
 
 
 class Stream:
@@ -62,12 +63,14 @@ class Stream:
 
     def __init__(self) -> None:
         self.generation: Generation | None = None
-        self.begun = time.monotonic()  # asyncio's clock
+        self.begun = self.first = time.monotonic()  # of the request, and of the first update
         self.ended = False
         self._updates: asyncio.Queue[Update] = asyncio.Queue()
 
     def put(self, update: Update) -> None:
         """Hand in an update; none after the last."""
+        if self._updates.empty() and self.first == self.begun:
+            self.first = time.monotonic()
         if not self.ended:
             self.ended = update.finish is not None or update.error is not None
             self._updates.put_nowait(update)
@@ -213,7 +216,7 @@ class Engine:
     def _add(self, stream: Stream, job: Job) -> None:
         try:
             stream.generation = self.batch.add_with(
-                job.sampler, job.prompt, job.max_tokens, job.stop, job.conversation, job.reader
+                job.sampler, job.prompt, job.max_tokens, job.stop, job.conversation, job.reader, job.shown
             )
             self._streams[id(stream.generation)] = stream
         except BridgeError as problem:

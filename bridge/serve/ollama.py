@@ -127,7 +127,7 @@ def _thinking(think: bool | str | None, model: Model) -> dict[str, Any]:
     if think is False:
         return {"chat_template_kwargs": switches}
     levels = "reasoning_effort" in template
-    if not (switches or levels or model.has_channels):
+    if not (switches or levels or model.reply_form.thinks):
         raise BadRequest("think: the model does not think, or its chat template does not say so; leave it out", "think")
     on = {name: True for name, off in switches.items() if off is False}
     return {"chat_template_kwargs": on, "reasoning_effort": think if isinstance(think, str) else None}
@@ -212,7 +212,7 @@ class ModelCard:
             key: None if isinstance(value, list) and not verbose else value
             for key, value in model.file.metadata.items()
         }
-        thinks = bool(thinking_switches(template)) or model.has_channels
+        thinks = bool(thinking_switches(template)) or model.reply_form.thinks
         abilities = {"completion": True, "embedding": True, "tools": model.takes_tools, "thinking": thinks}
         return {
             "modelfile": f"FROM {model.path.name}\n", "parameters": "", "template": template, "license": "",

@@ -5,13 +5,15 @@ What a request multiplies is counted before it is made, and a text is looked at 
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from bridge.errors import BridgeError
 from bridge.gguf_file.chat_template import check_template_options
+from bridge.runtime.chat.parser import PlainParser, ReplyParser
+from bridge.runtime.chat.reading import Functions
 from bridge.runtime.constraint import GrammarRefused
 from bridge.runtime.model import Model
 from bridge.runtime.replies.scoring import POOLINGS, Pooler, TokenScorer
@@ -26,6 +28,7 @@ LONGEST_STOP = 256  # characters: every token is compared with every beginning o
 MOST_TOP = 20  # most likely tokens that are listed
 _COMPLETION_TOKENS = 16  # of /v1/completions, where the request does not say
 _GRAMMAR_TOKENS = 4096  # the most of a reply that fits a grammar, where the request does not say
+_FUNCTION_NAME = re.compile(r"[\w./-]{1,128}")
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
@@ -129,6 +132,20 @@ def token_ids(value: Any, name: str) -> list[int]:
     return list(value)
 
 
+@dataclass(frozen=True)
+class Tools:
+    """What a reply may call.
+
+    functions  the JSON schema of each function's parameters, by its name
+    required   whether it must call one
+    several    whether it may call more than one
+    """
+
+    functions: Functions
+    required: bool = False
+    several: bool = True
+
+
 @dataclass
 class ReplyRequest:
     """The checked fields of a request for text."""
@@ -148,6 +165,7 @@ class ReplyRequest:
     prompts: list[Any] = field(default_factory=list)
     messages: list[dict[str, Any]] = field(default_factory=list)
     variables: dict[str, Any] = field(default_factory=dict)  # of the chat template, besides the messages
+    tools: Tools = field(default_factory=lambda: Tools({}))
 
 
 def _common(fields: RequestFields, defaults: Mapping[str, Any]) -> ReplyRequest:
@@ -278,20 +296,42 @@ def chat(body: Any, model: Model, defaults: Mapping[str, Any]) -> ReplyRequest:
         asked.variables.setdefault("reasoning_effort", effort)
     fields.take("verbosity", _TEXT)
     tools = fields.take("tools", of_type(list, "a list of tools"), [])
-    choice = fields.take("tool_choice", of_type((str, dict), "none or auto"), "auto")
-    if choice not in ("auto", "none"):
-        raise BadRequest("tool_choice must be none or auto: the model decides", "tool_choice", "unsupported_parameter")
-    if tools:
-        if not model.takes_tools:
-            raise BadRequest("the model's chat template has no tools; leave them out", "tools", "unsupported_parameter")
-        if not all(isinstance(tool, dict) for tool in tools):
-            raise BadRequest("tools must be a list of objects", "tools")
-        if choice == "auto":
-            asked.variables["tools"] = tools
-    fields.take("parallel_tool_calls", flag)
+    choice = fields.take("tool_choice", of_type((str, dict), _CHOICES), "auto")
+    several = fields.take("parallel_tool_calls", flag, True)
+    asked.tools = tools_of(tools, choice, several)
+    if asked.tools.functions:
+        asked.variables["tools"] = tools
     fields.unchanged("modalities", ["text"])
     fields.end()
     return asked
+
+
+_CHOICES = 'none, auto, required, or {"type": "function", "function": {"name": ...}} of one of the tools'
+
+
+def tools_of(tools: Sequence[Any], choice: Any, several: bool) -> Tools:
+    """What a chat's `tools`, `tool_choice` and `parallel_tool_calls` let a reply call."""
+    functions = {}
+    for number, tool in enumerate(tools):
+        where = f"tools[{number}]"
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or tool.get("type", "function") != "function":
+            raise BadRequest(f'{where} must be {{"type": "function", "function": {{...}}}}', where)
+        name, schema = function.get("name"), function.get("parameters")
+        if not isinstance(name, str) or not _FUNCTION_NAME.fullmatch(name):
+            raise BadRequest(f"{where}.function.name must be of letters, digits and _ . / -", f"{where}.function.name")
+        if not isinstance(schema, dict | None):
+            raise BadRequest(f"{where}.function.parameters must be a JSON schema", f"{where}.function.parameters")
+        functions[name] = schema or {"type": "object", "properties": {}}
+    if choice in ("none", "auto", "required"):
+        if choice == "required" and not functions:
+            raise BadRequest("tool_choice is required, but there are no tools", "tool_choice")
+        return Tools({} if choice == "none" else functions, choice == "required", several)
+    function = choice.get("function") if isinstance(choice, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if name not in functions:
+        raise BadRequest(f"tool_choice must be {_CHOICES}", "tool_choice")
+    return Tools({name: functions[name]}, True, False)
 
 
 def _messages(messages: Any) -> list[dict[str, Any]]:
@@ -326,6 +366,7 @@ class ReplyJobs:
     jobs: list[Job]
     prompts: list[list[int]]
     scorers: list[TokenScorer]  # of prompts, with echo and logprobs
+    parsers: list[ReplyParser]  # of replies
 
 
 def reply_jobs(asked: ReplyRequest, model: Model, most: int, awaited: Callable[[], bool]) -> ReplyJobs:
@@ -340,18 +381,23 @@ def reply_jobs(asked: ReplyRequest, model: Model, most: int, awaited: Callable[[
         raise BadRequest(
             f"{replies} replies are asked for; the most is {most}", "n" if asked.n > 1 else "prompt"
         )  # fmt: skip
-    with naming(asked.grammar_field):
-        sampler = Sampler.of(model.tokenizer, asked.logprobs, **asked.grammar, **{**asked.sampling, "seed": asked.seed})
+    result = ReplyJobs([], [], [], [])
+    prompts = asked.prompts
+    if asked.messages:
+        with naming(asked.prompt_field):
+            prompts = [model.chat_tokens(asked.messages, asked.variables, model.context)]
+        prompts = [_ids_of(prompts[0], model, asked.prompt_field)]
+    with naming("tools" if asked.tools.required else asked.grammar_field):
+        sampler = Sampler.of(model.tokenizer, asked.logprobs, **_grammar_of(asked, model, prompts[0]),
+                             **{**asked.sampling, "seed": asked.seed})  # fmt: skip
     with naming("logit_bias"):
         sampler.check(model.vocab)
-    result = ReplyJobs([], [], [])
-    for prompt in [None] if asked.messages else asked.prompts:
+    functions = asked.tools.functions or None
+    shown = model.reply_form.shown(functions is not None) if asked.messages else frozenset[int]()
+    for prompt in prompts:
         if not awaited():
             break
-        if prompt is None:
-            with naming(asked.prompt_field):
-                prompt = model.chat_tokens(asked.messages, asked.variables, model.context)
-        ids = _ids_of(prompt, model, asked.prompt_field)
+        ids = prompt if asked.messages else _ids_of(prompt, model, asked.prompt_field)
         result.prompts.append(ids)
         if (max_tokens := asked.max_tokens) is None:
             max_tokens = model.context - len(ids) + 1
@@ -361,8 +407,23 @@ def reply_jobs(asked: ReplyRequest, model: Model, most: int, awaited: Callable[[
             result.scorers.append(reader)
         for number in range(asked.n):
             copy = sampler.copy(None if asked.seed is None else asked.seed + number)
-            result.jobs.append(Job(copy, ids, max_tokens, asked.stop, bool(asked.messages), None if number else reader))
+            result.jobs.append(
+                Job(copy, ids, max_tokens, asked.stop, bool(asked.messages), None if number else reader, shown)
+            )
+            result.parsers.append(model.reply_form.parser(ids, functions) if asked.messages else PlainParser())
     return result
+
+
+def _grammar_of(asked: ReplyRequest, model: Model, prompt: Sequence[int]) -> dict[str, Any]:
+    """The arguments of `Constraint`: in a chat, what the model thinks and calls may precede or replace what fits."""
+    tools = asked.tools
+    if not asked.messages or not (asked.grammar or tools.required):
+        return asked.grammar
+
+    def around(rule: str) -> str:
+        return model.reply_form.grammar(prompt, "" if tools.required else rule, tools.functions, tools.several)
+
+    return {**({} if tools.required else asked.grammar), "around": around}
 
 
 def _ids_of(prompt: Any, model: Model, name: str) -> list[int]:

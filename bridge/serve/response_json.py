@@ -4,81 +4,137 @@ import base64
 import json
 import secrets
 import time
-from collections import defaultdict
+from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 
 from bridge.errors import shortened
-from bridge.runtime.replies.chat import Channels
+from bridge.runtime.chat.parser import Parts
 from bridge.runtime.replies.generation import ScoredToken
 from bridge.runtime.tokenizer import Tokenizer
 
 
-class Answer:
-    """The form of one request's answer; `kind`: "text_completion" or "chat.completion".
+@dataclass(frozen=True)
+class Usage:
+    """Numbers of tokens: of the prompts, of the replies, and of the prompts' those that were there already.
 
-    channels  whether replies in chats have channels: their reasoning is then `reasoning_content`
+    first    seconds to the first token of the first reply
+    seconds  that all replies took
     """
 
-    def __init__(self, kind: str, model: str, tokenizer: Tokenizer, channels: bool = False):
-        self.kind, self.model, self._tokenizer = kind, model, tokenizer
-        self.chat = kind == "chat.completion"
-        self._id = f"{'chatcmpl' if self.chat else 'cmpl'}-{secrets.token_hex(12)}"
+    prompt: int
+    completion: int
+    cached: int
+    first: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Replied:
+    """A reply, or a part of one.
+
+    tokens  with their probabilities; None where these are not asked for
+    finish  "stop", "length" or "tool_calls"; None where more follows
+    offset  characters of the text before it
+    echoed  the prompt's text, its tokens after the first, and the first one
+    """
+
+    index: int
+    parts: Parts
+    tokens: Sequence[ScoredToken] | None
+    finish: str | None
+    offset: int = 0
+    echoed: tuple[str, Sequence[ScoredToken], int] | None = None
+
+
+class Answer(Protocol):
+    """The form of the answer to one request for replies."""
+
+    media_type: str  # of a stream
+
+    def begin(self, replies: int) -> bytes:
+        """What precedes so many replies in a stream."""
+
+    def part(self, reply: Replied) -> bytes:
+        """A part of a reply in a stream."""
+
+    def end(self, usage: Usage) -> bytes:
+        """The end of a stream."""
+
+    def failed(self, message: str, kind: str) -> bytes:
+        """The end of a stream that failed."""
+
+    def complete(self, replies: list[Replied], usage: Usage) -> dict[str, Any]:
+        """An answer that is no stream."""
+
+
+class _OpenAIAnswer(ABC):
+    """What completions and chats have in common.
+
+    usage  whether the numbers of tokens are an event of their own
+    """
+
+    media_type = "text/event-stream"
+    kind: str  # of an answer
+    event_kind: str  # of a stream's events
+    prefix: str  # of ids
+
+    def __init__(self, model: str, tokenizer: Tokenizer, usage: bool):
+        self._model, self._tokenizer, self._usage = model, tokenizer, usage
+        self._id = f"{self.prefix}-{secrets.token_hex(12)}"
         self._created = int(time.time())
-        self._channels: defaultdict[int, Channels] | None = defaultdict(Channels) if channels else None  # of each reply
 
-    def whole(self, choices: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
-        """The answer to a request that is not streamed."""
-        return {**self._head(self.kind), "choices": choices, "usage": usage}
+    def end(self, usage: Usage) -> bytes:
+        counts = event({**self._head(self.event_kind), "choices": [], "usage": usage_json(usage)})
+        return (counts if self._usage else b"") + DONE
 
-    def choice(
-        self, index: int, text: str, tokens: Sequence[ScoredToken] | None, finish: str | None,
-        echoed: tuple[str, Sequence[ScoredToken], int] | None = None,
-    ) -> dict[str, Any]:  # fmt: skip
-        """One reply; `tokens`: None where no probabilities are asked for.
+    def failed(self, message: str, kind: str) -> bytes:
+        return event(problem(message, kind))
 
-        echoed  the prompt's text, its tokens after the first, and the first one
-        """
-        if self.chat:
-            message = {"role": "assistant", "content": "", **self._message_fields(index, text, True), "refusal": None}
-            return {"index": index, "message": message, "logprobs": self._scored(tokens), "finish_reason": finish}
-        if echoed is not None:
-            text = echoed[0] + text
-        noted = None if tokens is None else self._completion_logprobs(tokens, echoed)
-        return {"index": index, "text": text, "logprobs": noted, "finish_reason": finish}
+    def complete(self, replies: list[Replied], usage: Usage) -> dict[str, Any]:
+        return {**self._head(self.kind), "choices": list(map(self._choice, replies)), "usage": usage_json(usage)}
 
-    def begin(self, index: int) -> dict[str, Any]:
-        """The first event of a reply in a chat."""
-        return self._event({"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None,
-                            "finish_reason": None})  # fmt: skip
+    @abstractmethod
+    def _choice(self, reply: Replied) -> dict[str, Any]:
+        """A reply as the answer has it."""
 
-    def part(
-        self, index: int, text: str, tokens: Sequence[ScoredToken] | None, finish: str | None, offset: int
-    ) -> dict[str, Any]:
-        """An event with a part of a reply; `offset`: characters before it."""
-        if self.chat:
-            delta = self._message_fields(index, text, finish is not None) or ({"content": ""} if finish is None else {})
-            scored = self._scored(tokens)
-            return self._event({"index": index, "delta": delta, "logprobs": scored, "finish_reason": finish})
-        noted = None if tokens is None else self._completion_logprobs(tokens, None, offset)
-        return self._event({"index": index, "text": text, "logprobs": noted, "finish_reason": finish})
-
-    def _message_fields(self, index: int, text: str, last: bool) -> dict[str, str]:
-        """The texts of a chat's message, or of a part of it, by field; empty ones are left out."""
-        reasoning, content = ("", text) if self._channels is None else self._channels[index].add(text, last)
-        return {name: value for name, value in (("reasoning_content", reasoning), ("content", content)) if value}
-
-    def end(self, usage: dict[str, Any]) -> dict[str, Any]:
-        """The event with the numbers of tokens."""
-        return {**self._event(), "usage": usage}
-
-    def _event(self, *choices: dict[str, Any]) -> dict[str, Any]:
-        return {**self._head("chat.completion.chunk" if self.chat else self.kind), "choices": list(choices)}
+    def _event(self, index: int, reply: dict[str, Any], logprobs: Any, finish: str | None) -> bytes:
+        choice = {"index": index, **reply, "logprobs": logprobs, "finish_reason": finish}
+        return event({**self._head(self.event_kind), "choices": [choice]})
 
     def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self._id, "object": kind, "created": self._created, "model": self.model}
+        return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
+
+
+class ChatAnswer(_OpenAIAnswer):
+    """The answer of /v1/chat/completions."""
+
+    kind, event_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+
+    def __init__(self, model: str, tokenizer: Tokenizer, usage: bool):
+        super().__init__(model, tokenizer, usage)
+        self._calls: Counter[int] = Counter()  # that were sent, of each reply
+
+    def begin(self, replies: int) -> bytes:
+        delta = {"delta": {"role": "assistant", "content": ""}}
+        return b"".join(self._event(index, delta, None, None) for index in range(replies))
+
+    def part(self, reply: Replied) -> bytes:
+        delta = _message(reply.parts) or ({"content": ""} if reply.finish is None else {})
+        for call in delta.get("tool_calls", ()):
+            call["index"] = self._calls[reply.index]
+            self._calls[reply.index] += 1
+        return self._event(reply.index, {"delta": delta}, self._scored(reply.tokens), reply.finish)
+
+    def _choice(self, reply: Replied) -> dict[str, Any]:
+        content = None if reply.parts.calls else ""
+        message = {"role": "assistant", "content": content, **_message(reply.parts), "refusal": None}
+        logprobs = self._scored(reply.tokens)
+        return {"index": reply.index, "message": message, "logprobs": logprobs, "finish_reason": reply.finish}
 
     def _scored(self, tokens: Sequence[ScoredToken] | None) -> dict[str, Any] | None:
         """Probabilities as chats have them."""
@@ -94,6 +150,36 @@ class Answer:
             for t in tokens
         ]
         return {"content": content, "refusal": None}
+
+
+def _message(parts: Parts) -> dict[str, Any]:
+    """The fields of a chat's message, or of a part of it; empty ones are left out."""
+    calls = [
+        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for call in parts.calls
+    ]
+    fields = {"reasoning_content": parts.reasoning, "content": parts.content, "tool_calls": calls}
+    return {name: value for name, value in fields.items() if value}
+
+
+class CompletionAnswer(_OpenAIAnswer):
+    """The answer of /v1/completions."""
+
+    kind = event_kind = "text_completion"
+    prefix = "cmpl"
+
+    def begin(self, replies: int) -> bytes:
+        return b""
+
+    def part(self, reply: Replied) -> bytes:
+        noted = None if reply.tokens is None else self._completion_logprobs(reply.tokens, None, reply.offset)
+        return self._event(reply.index, {"text": reply.parts.content}, noted, reply.finish)
+
+    def _choice(self, reply: Replied) -> dict[str, Any]:
+        echoed = reply.echoed
+        text = reply.parts.content if echoed is None else echoed[0] + reply.parts.content
+        noted = None if reply.tokens is None else self._completion_logprobs(reply.tokens, echoed)
+        return {"index": reply.index, "text": text, "logprobs": noted, "finish_reason": reply.finish}
 
     def _completion_logprobs(
         self, tokens: Sequence[ScoredToken], echoed: tuple[str, Sequence[ScoredToken], int] | None, offset: int = 0
@@ -118,11 +204,11 @@ class Answer:
         return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
 
 
-def usage(prompt: int, completion: int, cached: int) -> dict[str, Any]:
-    """Numbers of tokens: of the prompts, of the replies, and of the prompts' those that were there already."""
+def usage_json(usage: Usage) -> dict[str, Any]:
+    """Numbers of tokens as completions and chats have them."""
     return {
-        "prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": cached},
+        "prompt_tokens": usage.prompt, "completion_tokens": usage.completion,
+        "total_tokens": usage.prompt + usage.completion, "prompt_tokens_details": {"cached_tokens": usage.cached},
     }  # fmt: skip
 
 

@@ -14,9 +14,11 @@ import pytest
 import bridge
 from bridge.cli import main
 from bridge.errors import BridgeError
+from bridge.runtime.chat.formats import HARMONY
+from bridge.runtime.chat.parser import HarmonyParser, Parts
+from bridge.runtime.chat.templates import ChatTemplate
 from bridge.runtime.decoder.decoder import Decoder
 from bridge.runtime.model import Model
-from bridge.runtime.replies.chat import Channels, ChatTemplate
 from bridge.runtime.replies.generation import until
 from bridge.runtime.sampling import Sampler, Sampling
 from tests.conftest import CHECKPOINT
@@ -342,21 +344,20 @@ CHANNELS = {
 
 @pytest.mark.parametrize("reply", CHANNELS)
 def test_a_reply_with_channels_is_reasoning_and_what_is_said(reply: str) -> None:
-    assert Channels().add(reply, last=True) == CHANNELS[reply]
+    assert HarmonyParser(tools=False).add(reply, last=True) == Parts(*CHANNELS[reply])
     for size in (1, 2, 7):
-        channels = Channels()
-        parts = [channels.add(reply[at : at + size]) for at in range(0, len(reply), size)]
-        parts.append(channels.add("", last=True))
-        assert tuple("".join(texts) for texts in zip(*parts, strict=True)) == CHANNELS[reply]
+        parser = HarmonyParser(tools=False)
+        parts = [parser.add(reply[at : at + size]) for at in range(0, len(reply), size)]
+        assert sum([*parts, parser.add("", last=True)], Parts()) == Parts(*CHANNELS[reply])
 
 
 def test_a_template_with_channels_gets_reasoning_by_its_own_name(model: Model) -> None:
     text = (
         "{% for m in messages %}{% if '<|channel|>' in (m.content or '') and m.role == 'assistant' %}"
-        "{{ raise_exception('marks') }}{% endif %}{{ m.role }} {{ m.thinking }} {{ m.content }}\n{% endfor %}"
+        "{{ raise_exception('marks') }}{% endif %}{{ m.role }} {{ m.thinking }} {{ m.content }}{{ '' if m.tool_calls }}\n{% endfor %}"
     )
     template = ChatTemplate({"tokenizer.chat_template": text}, Path("m.gguf"))
-    assert template.has_channels
+    assert template.call_format is HARMONY
     messages = [
         {"role": "user", "content": "<|channel|>"},
         {"role": "assistant", "content": next(iter(CHANNELS))},
@@ -367,7 +368,7 @@ def test_a_template_with_channels_gets_reasoning_by_its_own_name(model: Model) -
     tokens = template.tokens(model.tokenizer, messages, None)
     wanted = "user  <|channel|>\nassistant Two. 2\nassistant Three. 3\nassistant Four. \nassistant  5\n"
     assert model.tokenizer.decode(tokens) == wanted
-    assert not ChatTemplate({"tokenizer.chat_template": "{{ messages }}"}, Path("m.gguf")).has_channels
+    assert ChatTemplate({"tokenizer.chat_template": "{{ messages }}"}, Path("m.gguf")).call_format is not HARMONY
 
 
 # --- the chat command ---

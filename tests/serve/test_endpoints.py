@@ -19,6 +19,8 @@ from starlette.testclient import TestClient
 import bridge
 from bridge.errors import BridgeError
 from bridge.gguf_file import chat_template
+from bridge.runtime.chat.formats import HARMONY
+from bridge.runtime.chat.reply_form import ReplyForm
 from bridge.runtime.decoder.decoder import Decoder
 from bridge.runtime.model import Model
 from bridge.runtime.tokenizer import Tokenizer
@@ -156,13 +158,16 @@ def test_the_second_turn_takes_over_the_first(client: Any) -> None:
     assert kept >= first["usage"]["total_tokens"] - 1
 
 
-def test_a_reply_with_channels_is_reasoning_and_content(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reply_with_channels_is_reasoning_and_content(
+    client: Any, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("llguidance")
     reply = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes."
     grammar = {"type": "regex", "regex": re.escape(reply)}
     body = {"max_tokens": 200, "response_format": grammar, "n": 2}
     assert {c["message"]["content"] for c in chat(client, **body)["choices"]} == {reply}
-    monkeypatch.setattr(Model, "has_channels", True)
+    monkeypatch.setitem(model.__dict__, "reply_form", ReplyForm("<|channel|>", HARMONY, model.tokenizer))
+    monkeypatch.setattr(ReplyForm, "grammar", lambda self, prompt, rule, functions, several: f"start: {rule}")
     for choice in chat(client, **body)["choices"]:
         assert choice["message"] == {
             "role": "assistant", "content": "Yes.", "reasoning_content": "Hm.", "refusal": None
@@ -360,7 +365,7 @@ COMPLETIONS, CHATS, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1
         (CHATS, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0]", "texts only"),
         (CHATS, {"messages": SAY, "top_logprobs": 2}, "top_logprobs", "needs logprobs"),
         (CHATS, {"messages": SAY, "logprobs": 2}, "logprobs", "true or false"),
-        (CHATS, {"messages": SAY, "tool_choice": "required"}, "tool_choice", "none or auto"),
+        (CHATS, {"messages": SAY, "tool_choice": "required"}, "tool_choice", "there are no tools"),
         (CHATS, {"messages": SAY, "reasoning_effort": 1}, "reasoning_effort", "must be a text"),
         (CHATS, {"messages": SAY, "prediction": {}}, "prediction", "not supported"),
         (CHATS, {"messages": SAY, "temperature": float("nan")}, "temperature", "must be at least 0"),

@@ -15,7 +15,7 @@ or copies, the keys and values of the longest prefix that any context holds, als
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -175,11 +175,11 @@ class Batch:
 
     def add_with(
         self, sampler: Sampler, prompt: str | Sequence[int], max_tokens: int, stop: str | Sequence[str] | None = (),
-        conversation: bool = False, reader: Reader | None = None,
+        conversation: bool = False, reader: Reader | None = None, shown: Collection[int] = (),
     ) -> Generation:  # fmt: skip
-        """`add` with a sampler, which no other sequence may have."""
+        """`add` with a sampler, which no other sequence may have; `shown`: see `Reply`."""
         ids, sampler = self._start(prompt, max_tokens, sampler)
-        generation = Generation(ids, max_tokens, sampler, Reply(self._tokenizer, stop_texts(stop)), reader)
+        generation = Generation(ids, max_tokens, sampler, Reply(self._tokenizer, stop_texts(stop), shown), reader)
         generation.respell = conversation
         if self._draft is not None:
             generation.speculation = Speculation(NgramDrafter(), ids)

@@ -2,7 +2,7 @@
 
 import codecs
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,11 +84,14 @@ def scored(tokenizer: Tokenizer, tokens: Iterator[int], sampler: Sampler, stops:
 
 
 class Reply:
-    """The text of tokens that are handed in one by one: whole characters, up to the first of the stops."""
+    """The text of tokens that are handed in one by one: whole characters, up to the first of the stops.
 
-    def __init__(self, tokenizer: Tokenizer, stops: list[str]):
+    shown  control tokens that are part of the text nevertheless
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stops: list[str], shown: Collection[int] = ()):
         self.tokens: list[int] = []  # without the end token
-        self._tokenizer = tokenizer
+        self._tokenizer, self._control_shown = tokenizer, shown
         self._bytes = codecs.getincrementaldecoder("utf-8")("replace")
         self._text = Stopping(stops)
         self._shown: list[str] = []
@@ -108,7 +111,7 @@ class Reply:
             self.close()
             return False
         self.tokens.append(token)
-        bytes_of_token = self._tokenizer.piece(token)
+        bytes_of_token = self._tokenizer.piece(token, token in self._control_shown)
         piece = self._bytes.decode(bytes_of_token)
         self._read += len(piece)
         if noted is not None:

@@ -1,0 +1,65 @@
+"""How a model's replies in chats are written, by its chat template and its vocabulary."""
+
+from collections.abc import Sequence
+
+from bridge.gguf_file.special_tokens import CONTROL
+from bridge.runtime.chat.formats import HARMONY, CallFormat, thinking_marks
+from bridge.runtime.chat.grammar import ReplyGrammar
+from bridge.runtime.chat.parser import HarmonyParser, MarkedParser, ReplyParser
+from bridge.runtime.chat.reading import Functions
+from bridge.runtime.tokenizer import Tokenizer
+
+_TAIL = 16  # tokens at the end of a prompt that the marks of what a model thinks are looked for in
+
+
+class ReplyForm:
+    """
+    template  in jinja, "" for none
+    calls     how calls of tools are written
+    """
+
+    def __init__(self, template: str, calls: CallFormat, tokenizer: Tokenizer):
+        self.calls = calls
+        self._tokenizer = tokenizer
+        self._marks = thinking_marks(template)
+        self._may_think = self._marks.end in template
+        self._mark_tokens = self._tokens_in([self._marks.begin, self._marks.end])
+        self._call_tokens = self._tokens_in(calls.literals)
+
+    @property
+    def thinks(self) -> bool:
+        """Whether the template knows what the model thinks before it answers."""
+        return self._may_think or self.calls is HARMONY
+
+    def _tokens_in(self, literals: Sequence[str]) -> dict[str, int]:
+        """The control tokens that are part of texts."""
+        types = self._tokenizer.types
+        return {
+            text: token for token, text in enumerate(self._tokenizer.tokens)
+            if types[token] == CONTROL and len(text) > 1 and any(text in literal for literal in literals)
+        }  # fmt: skip
+
+    def shown(self, tools: bool) -> frozenset[int]:
+        """The control tokens whose text a parser needs."""
+        tokens = self._mark_tokens | (self._call_tokens if tools else {})
+        return frozenset(tokens.values()) - self._tokenizer.stops
+
+    def parser(self, prompt: Sequence[int], functions: Functions | None) -> ReplyParser:
+        """What takes a reply to a prompt apart; `functions`: what it may call, None: what may be calls is content."""
+        if self.calls is HARMONY:
+            return HarmonyParser(functions is not None)
+        thinks = self._tail(prompt).endswith(self._marks.begin.rstrip())
+        return MarkedParser(self._marks, thinks, None if functions is None else self.calls, functions or {})
+
+    def grammar(self, prompt: Sequence[int], rule: str, functions: Functions | None, several: bool) -> str:
+        """The grammar of a reply to a prompt, see `ReplyGrammar.text`."""
+        tail = self._tail(prompt)
+        thinks = tail.endswith(self._marks.begin.rstrip())
+        may_think = thinks or (self._may_think and not tail.endswith(self._marks.end))
+        grammar = ReplyGrammar(
+            self._mark_tokens | self._call_tokens, self._marks if may_think else None, thinks, self.calls is HARMONY
+        )
+        return grammar.text(rule, self.calls, functions, several)
+
+    def _tail(self, prompt: Sequence[int]) -> str:
+        return self._tokenizer.decode(prompt[-_TAIL:], special=True).rstrip()
