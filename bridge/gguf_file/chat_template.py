@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from bridge.errors import BridgeError
+from bridge.errors import BridgeError, parameter
 from bridge.gguf_file.chat_renderer import CPU_SECONDS, MEMORY
 
 OWN = ("messages", "add_generation_prompt", "bos_token", "eos_token")  # what templates get that is no option
@@ -84,15 +84,16 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def check_template_options(options: Any) -> dict[str, Any]:
     """The options of a chat template, as {"enable_thinking": False}; BridgeError where they are none."""
+    asked = parameter("template_options")
     if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
-        raise BridgeError('template_options: must be a dict of names and values: {"enable_thinking": False}')
+        raise BridgeError(f'{asked}: must be a dict of names and values: {{"enable_thinking": False}}')
     reserved = next((name for name in OWN if name in options), None)
     if reserved is not None:
-        raise BridgeError(f"template_options: {reserved} is given to the template by the program; leave it out")
+        raise BridgeError(f"{asked}: {reserved} is given to the template by the program; leave it out")
     for name in ("tools", "documents"):
         value = options.get(name)
         if value is not None and not (isinstance(value, list | tuple) and all(isinstance(v, Mapping) for v in value)):
-            raise BridgeError(f"template_options: {name} must be a list of objects, as in the OpenAI API")
+            raise BridgeError(f"{asked}: {name} must be a list of objects, as in the OpenAI API")
     return dict(options)
 
 

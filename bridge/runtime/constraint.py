@@ -3,6 +3,9 @@
 Before each draw, llguidance computes which tokens the grammar allows next: one bit for each token of the vocabulary,
 tens of microseconds. The logits of all others become -inf, so that whatever the sampler draws fits. When the grammar
 allows nothing more, the reply is complete without an end token.
+
+A number in a reply to a schema ends after 16 digits in a row, unless the schema asks for more: a model that is unsure
+would go on with them until its context is full.
 """
 
 import copy
@@ -20,7 +23,24 @@ from bridge.runtime.tokenizer import Tokenizer
 _LONGEST = 1 << 20  # characters of a schema or an expression
 _SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # none but after these
 _SLASH = re.compile(r"\\.|/|\n", re.DOTALL)  # with what is escaped already
-_known: weakref.WeakKeyDictionary[Tokenizer, Any] = weakref.WeakKeyDictionary()  # each with llguidance's own
+_MOST_DIGITS = 16  # as many as a float64 holds
+_QUOTE, _BACKSLASH, _LINE_BREAK = b'"\\\n'
+_known: weakref.WeakKeyDictionary[Tokenizer, Any] = weakref.WeakKeyDictionary()  # each with what `_tokens_of` returns
+
+# words of what llguidance says -> what it means
+_MEANINGS = {
+    "NoExtensionBias": "nothing fits it",
+    "oneOf constraints are not supported": "a oneOf whose alternatives may overlap is not supported; use anyOf",
+    "ParserTooComplex": "it is too complex",
+}
+
+
+class GrammarRefused(BridgeError):
+    """A schema or an expression that cannot be followed; `reason`: why, in words that name no argument."""
+
+    def __init__(self, name: str, reason: str):
+        super().__init__(f"{parameter(name)} cannot be followed: {reason}")
+        self.reason = reason
 
 
 class Constraint:
@@ -56,22 +76,26 @@ class Constraint:
         if len(text) > _LONGEST:
             raise BridgeError(f"{parameter(self._name)} has {len(text)} characters; the most is {_LONGEST}")
         self.vocab = len(tokenizer)
+        self._tokenizer, self._digits = tokenizer, _Digits() if schema is not None else None
         try:
             if around is not None:
                 rule = "" if not text else json_rule(text) if regex is None else f"/{_SLASH.sub(_escaped, text)}/"
                 grammar = LLMatcher.grammar_from_lark(around(rule))
             else:
                 grammar = _json_grammar(text) if regex is None else LLMatcher.grammar_from_regex(text)
-            self._matcher = LLMatcher(_tokens_of(tokenizer), grammar, log_level=0)
+            vocabulary, self._starts_with_digit = _tokens_of(tokenizer)
+            self._matcher = LLMatcher(vocabulary, grammar, log_level=0)
         except ValueError as problem:
             raise self._failed(str(problem)) from problem
+        if not self._matcher.is_error() and not self.complete:
+            self._matcher.compute_bitmask()  # or a schema that nothing fits is refused at the first token
         if self._matcher.is_error():
             raise self._failed(self._matcher.get_error())
 
     def copy(self) -> Self:
         """What may follow the same tokens, for a reply of its own; the grammar is compiled once for all."""
         other = copy.copy(self)
-        other._matcher = self._matcher.deep_copy()
+        other._matcher, other._digits = self._matcher.deep_copy(), copy.copy(self._digits)
         return other
 
     @property
@@ -84,15 +108,56 @@ class Constraint:
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         if self._matcher.is_error():
             raise self._failed(self._matcher.get_error())
+        if self._digits is not None and self._digits.count >= _MOST_DIGITS:
+            others = bits & ~self._starts_with_digit
+            return others if others.any() else bits
         return bits
 
     def accept(self, token: int) -> None:
         """Add the token that was drawn."""
         if not self._matcher.consume_token(token):
             raise self._failed(self._matcher.get_error())
+        if self._digits is not None:
+            self._digits.add(self._tokenizer.piece(token))
 
-    def _failed(self, why: str) -> BridgeError:
-        return BridgeError(f"{parameter(self._name)} cannot be followed: {' '.join(why.split())}")
+    def _failed(self, said: str) -> BridgeError:
+        return GrammarRefused(self._name, _reason(said))
+
+
+def _reason(said: str) -> str:
+    """What llguidance says, in one sentence, without its state and the grammar that it has made."""
+    said = said.partition("<state>")[0]
+    if found := re.search(r"^ *error: (.+)", said, re.MULTILINE):  # of the regular expression, below a copy of it
+        return found[1]
+    if found := re.search(r"Unimplemented keys: (\[.*\])", said):
+        return f"it has keywords that are not supported: {', '.join(json.loads(found[1]))}"
+    said = re.sub(r"^at .*?: (failed to compile JSON schema: )?", "", said.strip().partition("\n")[0])  # the place
+    return next((meaning for words, meaning in _MEANINGS.items() if words in said), said)
+
+
+class _Digits:
+    """Of a JSON text that comes in parts: `count` digits of a number are the last of it.
+
+    It has no line breaks, so that quotation marks before one, in what the model thinks first, say nothing.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._quoted = self._escaped = False  # within a string, and after a backslash there
+
+    def add(self, part: bytes) -> None:
+        for byte in part:
+            if byte == _LINE_BREAK:
+                self._quoted = self._escaped = False
+                self.count = 0
+            elif self._escaped:
+                self._escaped = False
+            elif byte == _QUOTE:
+                self._quoted, self.count = not self._quoted, 0
+            elif self._quoted:
+                self._escaped = byte == _BACKSLASH
+            else:
+                self.count = self.count + 1 if b"0"[0] <= byte <= b"9"[0] else 0
 
 
 def _schema_text(schema: Any) -> str:
@@ -142,13 +207,17 @@ class _Vocabulary:
         return self._tokenizer.encode(plain, add_special=False, parse_special=False)
 
 
-def _tokens_of(tokenizer: Tokenizer) -> Any:
-    """llguidance's tree of a vocabulary, made once: a second for 150,000 tokens."""
+def _tokens_of(tokenizer: Tokenizer) -> tuple[Any, np.ndarray]:
+    """llguidance's tree of a vocabulary, made once: a second for 150,000 tokens; and a bit for each of its tokens, as
+    in `Constraint.allowed`: whether it starts with a digit."""
     from llguidance import LLTokenizer
 
     if tokenizer not in _known:
         if not tokenizer.stops:
             raise BridgeError("the model has no end token, which a schema or a regular expression needs")
         vocabulary: Any = _Vocabulary(tokenizer)
-        _known[tokenizer] = LLTokenizer(vocabulary, eos_token=sorted(tokenizer.stops))
+        starts = np.zeros((len(tokenizer) // 32 + 1) * 32, bool)  # as many as llguidance has
+        starts[: len(tokenizer)] = [piece[:1].isdigit() for piece in vocabulary.tokens]
+        tree = LLTokenizer(vocabulary, eos_token=sorted(tokenizer.stops))
+        _known[tokenizer] = tree, np.packbits(starts, bitorder="little")
     return _known[tokenizer]

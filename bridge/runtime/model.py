@@ -157,6 +157,16 @@ class Model:
         return str(self._file.metadata.get("general.name") or self.path.stem)
 
     @property
+    def file(self) -> GGUFFile:
+        """The open file."""
+        return self._file
+
+    @property
+    def vocab(self) -> int:
+        """Number of token ids that it knows, with those that the tokenizer does not use."""
+        return int(self._decoder.vocab)
+
+    @property
     def chat_template(self) -> str | None:
         """The file's own chat template, in jinja."""
         return self._template.text
@@ -178,7 +188,7 @@ class Model:
 
     def logits(self, tokens: Sequence[int], last: int | None = None) -> np.ndarray:
         """float32 [tokens, vocab]: what follows each position (of the `last` ones only), from an empty context."""
-        ids = self._checked(tokens)
+        ids = self.checked_ids(tokens)
         if last is not None:
             check_integer("last", last, 1)
         with self.taken() as decoder:
@@ -208,7 +218,7 @@ class Model:
         if not context or not all(continuations):
             raise BridgeError("the context and its continuations must have tokens of their own")
         for tokens in continuations:
-            self._checked([*context, *tokens[:-1]])
+            self.checked_ids([*context, *tokens[:-1]])
         with self.taken() as decoder:
             return continuation_scores(decoder, list(context), [list(c) for c in continuations])
 
@@ -218,7 +228,7 @@ class Model:
         The first token has none, so it is not part of the list: it is BOS where the file asks for it.
         """
         check_integer("top", top, 0)
-        ids = self._checked(self.tokenizer.encode(text) if isinstance(text, str) else text)
+        ids = self.checked_ids(self.tokenizer.encode(text) if isinstance(text, str) else text)
         with self.taken() as decoder:
             scorer = self.token_scorer(ids, top)
             scorer(0, decoder.states(ids, len(ids)))
@@ -237,7 +247,7 @@ class Model:
         normalize  whether vectors have length 1, so that products of them are cosines
         """
         prompts = [texts] if isinstance(texts, str) else list(texts)
-        ids = [self._checked(self.tokenizer.encode(text) if isinstance(text, str) else text) for text in prompts]
+        ids = [self.checked_ids(self.tokenizer.encode(text) if isinstance(text, str) else text) for text in prompts]
         vectors = []
         for tokens in ids:
             pooler = Pooler(pooling)
@@ -259,7 +269,8 @@ class Model:
                   file's own layer for that predicts; or another Model of the same vocabulary, whose context is taken.
                   See `bridge.runtime.replies.speculation`
         sampling  fields of `bridge.runtime.sampling.Sampling`: temperature (0: always the most likely token), top_k,
-                  top_p, min_p, seed, repeat_penalty, repeat_last_n, logit_bias ({token id: number added to its logit});
+                  top_p, min_p, seed, repeat_penalty, repeat_last_n, frequency_penalty, presence_penalty, logit_bias
+                  ({token id: number added to its logit});
                   and `schema`, a JSON schema (a dict or its text) that the reply fits, or `regex`, an expression that
                   all of it matches: see `bridge.runtime.constraint.Constraint`
 
@@ -367,7 +378,15 @@ class Model:
         """
         return self._template.tokens(self.tokenizer, messages, template_options, most)
 
-    def _checked(self, tokens: Sequence[int], max_tokens: int = 0) -> list[int]:
+    def chat_text(
+        self, messages: Sequence[Mapping[str, Any]], template_options: Mapping[str, Any] | None = None
+    ) -> str:
+        """A conversation as the text that `chat_tokens` makes tokens of."""
+        return self._template.render(self.tokenizer, messages, template_options)
+
+    def checked_ids(self, tokens: Sequence[int], max_tokens: int = 0) -> list[int]:
+        """The token ids of a prompt, with BOS where there are none; BridgeError unless the model and its context take
+        them."""
         check_integer("max_tokens", max_tokens, 0)
         try:
             if isinstance(tokens, (str, bytes)):
@@ -398,7 +417,7 @@ class Model:
 
     def _start(self, prompt: str | Sequence[int], max_tokens: int, sampler: Sampler) -> tuple[list[int], Sampler]:
         """The prompt in token ids, and the sampler that has seen them; BridgeError for invalid arguments."""
-        ids = self._checked(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt, max_tokens)
+        ids = self.checked_ids(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt, max_tokens)
         sampler.check(self._decoder.vocab)
         sampler.see(ids)
         return ids, sampler

@@ -1,8 +1,11 @@
 """The next token from logits: greedily, or drawn at random from the likely ones.
 
-In llama.cpp's order: biases are added; the logits of tokens that were seen lately are made less likely; the top_k most
-likely; of these the fewest whose probabilities sum to top_p; of these the ones at least min_p times as likely as the
-first; then the temperature, then the draw.
+In llama.cpp's order: biases are added; tokens that were seen are made less likely; the top_k most likely; of these the
+fewest whose probabilities sum to top_p; of these the ones at least min_p times as likely as the first; then the
+temperature, then the draw.
+
+repeat_penalty is llama.cpp's, of the last tokens of prompt and reply; frequency_penalty and presence_penalty are
+OpenAI's, of all tokens of the reply and none of the prompt.
 """
 
 import copy
@@ -58,6 +61,12 @@ class Sampling:
     repeat_last_n: int = option(
         64, "number of tokens of prompt and reply that count as recent; 0: none, -1: all", metavar="N"
     )
+    frequency_penalty: float = option(
+        0.0, "number to subtract from a token's logit for each time that the reply has it", metavar="F"
+    )
+    presence_penalty: float = option(
+        0.0, "number to subtract from the logits of tokens that the reply has, however often", metavar="F"
+    )
     logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] | None = option(
         (), "number to add to a token's logit, as 15043+1, 15043-1.5 or 15043-inf (never drawn); may be repeated",
         metavar="ID+B", parse=_id_and_bias,
@@ -76,6 +85,8 @@ class Sampling:
             "seed": (self.seed is None or self.seed >= 0, "at least 0"),
             "repeat_penalty": (0 < self.repeat_penalty < math.inf, "above 0; 1 changes nothing"),
             "repeat_last_n": (self.repeat_last_n >= -1, "at least 0, or -1 for all tokens"),
+            "frequency_penalty": (abs(self.frequency_penalty) <= 100, "between -100 and 100"),
+            "presence_penalty": (abs(self.presence_penalty) <= 100, "between -100 and 100"),
         }
         for name, (fits, range) in ranges.items():
             if not fits:
@@ -98,7 +109,8 @@ class Sampling:
     @property
     def penalizes(self) -> bool:
         """Whether it matters which tokens were seen."""
-        return self.repeat_penalty != 1 and self.repeat_last_n != 0
+        repeats = self.repeat_penalty != 1 and self.repeat_last_n != 0
+        return repeats or self.frequency_penalty != 0 or self.presence_penalty != 0
 
 
 # the fields that are one number each, and its type
@@ -175,7 +187,8 @@ class Sampler:
         self.how = how
         self.probabilities: Probabilities | None = None  # of the last draw
         self._constraint, self._logprobs, self._seed = constraint, logprobs, how.seed
-        self._seen = array("q")
+        self._seen = array("q")  # the prompt, then the reply
+        self._prompt = 0  # its tokens
         self._ahead: list[float] = []  # numbers of the next draws
         bias = how.biases
         self._biased = np.array(list(bias), np.int64)
@@ -184,7 +197,9 @@ class Sampler:
         words, numbers = self._words, self._words.view(np.float64)
         words[ops.DRAWN], words[ops.TOP_K] = 1, min(how.top_k, _MOST_TOKENS)
         numbers[[ops.TEMPERATURE, ops.TOP_P, ops.MIN_P]] = how.temperature, how.top_p, how.min_p
-        numbers[ops.PENALTY] = how.repeat_penalty
+        numbers[[ops.PENALTY, ops.FREQUENCY, ops.PRESENCE]] = (
+            how.repeat_penalty, how.frequency_penalty, how.presence_penalty
+        )  # fmt: skip
         words[[ops.BIASED, ops.BIASES]] = self._biased.ctypes.data, self._bias.ctypes.data
         words[ops.BIASED_COUNT] = words[ops.ADJUSTED] = self._biased.size
 
@@ -230,6 +245,7 @@ class Sampler:
         """Note the tokens of a prompt; those drawn are noted anyway."""
         if self.how.penalizes:
             self._seen.extend(tokens)
+            self._prompt = len(self._seen)
 
     def check(self, vocab: int) -> None:
         """Raise BridgeError if a biased token is not in the vocabulary."""
@@ -273,6 +289,7 @@ class Sampler:
             start, count = self._seen.buffer_info()
             recent = count if self.how.repeat_last_n < 0 else min(count, self.how.repeat_last_n)
             words[ops.SEEN], words[ops.SEEN_COUNT] = start + 8 * (count - recent), recent
+            words[ops.REPLY], words[ops.REPLY_COUNT] = start + 8 * self._prompt, count - self._prompt
             words[ops.ADJUSTED] = 1
         if self._constraint is not None and allowed is not None:
             words[ops.ALLOWED], words[ops.ALLOWED_COUNT] = allowed.ctypes.data, self._constraint.vocab

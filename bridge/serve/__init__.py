@@ -4,6 +4,7 @@
     app.py            paths to answers: keys, limits, errors, clients that go
     request_json.py   a request's JSON -> what to generate; whatever is not supported is refused by name
     response_json.py  what was generated -> OpenAI's JSON, whole or as events
+    llama_server.py   llama-server's own paths: tokens, settings, sequences
     engine.py         one thread that owns the model and advances a `Batch`; asyncio in front of it
     metrics.py        counts, in the text format of Prometheus
     page.html         the chat at /

@@ -20,10 +20,11 @@ from starlette.routing import Route
 
 from bridge.errors import BridgeError
 from bridge.runtime.model import Model
-from bridge.serve import request_json
-from bridge.serve.engine import Engine, Refused, Stream, Update
+from bridge.runtime.replies.scoring import Pooler
+from bridge.serve import llama_server, request_json
+from bridge.serve.engine import Engine, Job, Refused, Stream, Update
 from bridge.serve.metrics import Metrics
-from bridge.serve.request_json import BadRequest, ReplyJobs, ReplyRequest
+from bridge.serve.request_json import BadRequest, EmbeddingRequest, ReplyJobs, ReplyRequest
 from bridge.serve.response_json import (
     Answer,
     ChatAnswer,
@@ -84,14 +85,23 @@ def make_app(model: Model, limits: Limits, engine: Engine) -> Starlette:
 
     routes = [
         Route("/", server.open_to_all(server.page)),
-        Route("/health", server.open_to_all(server.health)),
+        *(Route(path, server.open_to_all(server.health)) for path in ("/health", "/v1/health")),
         Route("/metrics", server.with_key(server.metrics)),
-        Route("/v1/models", server.with_key(server.models)),
+        *(Route(path, server.with_key(server.models)) for path in ("/v1/models", "/models")),
         Route("/v1/models/{name:path}", server.with_key(server.model_named)),
         Route("/v1/completions", server.with_key(server.completions), methods=["POST"]),
         Route("/v1/chat/completions", server.with_key(server.chats), methods=["POST"]),
         Route("/v1/embeddings", server.with_key(server.embeddings), methods=["POST"]),
-    ]
+        Route("/props", server.with_key(server.properties)),
+        Route("/slots", server.with_key(server.slots)),
+        *(
+            Route(path, server.with_key(server.converting(convert)), methods=["POST"])
+            for path, convert in (
+                ("/tokenize", llama_server.tokenize), ("/detokenize", llama_server.detokenize),
+                ("/apply-template", llama_server.apply_template),
+            )
+        ),
+    ]  # fmt: skip
 
     async def not_found(request: Request, error: Any) -> Response:
         message = f"{request.method} {request.url.path}: this server has {', '.join(route.path for route in routes)}"
@@ -123,11 +133,15 @@ class _Server:
                                      status=403)  # fmt: skip
                 response = await answer(request)
             except BadRequest as error:
-                response = _failed(error.status, str(error), "invalid_request_error", error.field, error.code)
+                message = self._without_path(str(error))
+                response = _failed(error.status, message, "invalid_request_error", error.field, error.code)
                 if error.status == 401:
                     response.headers["WWW-Authenticate"] = "Bearer"
             except BridgeError as error:
-                response = _failed(400, str(error), "invalid_request_error")
+                message = str(error).replace(
+                    str(self.model.path), self.name
+                )  # where the file is, is no client's business
+                response = _failed(400, message, "invalid_request_error")
             except Refused as error:
                 status, kind = (503, "service_unavailable") if error.stopping else (429, "rate_limit_error")
                 response = _failed(status, str(error), kind)
@@ -140,6 +154,10 @@ class _Server:
             return response
 
         return endpoint
+
+    def _without_path(self, message: str) -> str:
+        """A message that names the model instead of its file: where that is, is no client's business."""
+        return message.replace(str(self.model.path), self.name)
 
     def with_key(self, answer: Callable[[Request], Awaitable[Response]]) -> Any:
         """An endpoint of `open_to_all` for clients that send the key."""
@@ -176,8 +194,25 @@ class _Server:
 
     async def model_named(self, request: Request) -> Response:
         """The one model, asked for by its name."""
-        request_json.check_model(request_json.RequestFields({"model": request.path_params["name"]}), self.name)
+        if (asked := request.path_params["name"]) != self.name:
+            message = f"the model {asked!r} is not served; this server has {self.name!r}"
+            raise BadRequest(message, "model", "model_not_found", 404)
         return _Json(self._model_object())
+
+    async def properties(self, request: Request) -> Response:
+        limits = self.limits
+        return _Json(llama_server.properties(self.model, self.name, limits.sequences, limits.sampling))
+
+    async def slots(self, request: Request) -> Response:
+        return _Json(llama_server.slots(self.model, self.engine, self.limits.sequences))
+
+    def converting(self, convert: Callable[[Any, Model], Any]) -> Callable[[Request], Awaitable[Response]]:
+        """What answers with what is made of a request's JSON, without the model's weights."""
+
+        async def answer(request: Request) -> Response:
+            return _Json(await self._prepared(request, lambda body, _: convert(body, self.model)))
+
+        return answer
 
     async def completions(self, request: Request) -> Response:
         answer_of = partial(CompletionAnswer, self.name, self.model.tokenizer)
@@ -189,10 +224,12 @@ class _Server:
 
     async def embeddings(self, request: Request) -> Response:
         """A vector for each text."""
-        jobs, poolers, in_base64 = await self._prepared(
-            request,
-            lambda body, awaited: request_json.embeddings(body, self.model, self.name, self.limits.pooling, awaited),
-        )
+
+        def make(body: Any, awaited: Callable[[], bool]) -> tuple[EmbeddingRequest, list[Job], list[Pooler]]:
+            asked = request_json.embeddings(body, self.model, self.limits.pooling)
+            return asked, *request_json.embedding_jobs(asked, self.model, awaited)
+
+        asked, jobs, poolers = await self._prepared(request, make)
         size = self.limits.sequences
         for first in range(0, len(jobs), size):
             streams = self.engine.submit(jobs[first : first + size])
@@ -200,8 +237,8 @@ class _Server:
                 await _while_connected(request, _gathered(map(_all, streams)))
             finally:
                 self.engine.release(streams)
-        embedded = [pooler.vector(normalize=True) for pooler in poolers]
-        return _Json(vectors(embedded, self.name, sum(len(job.prompt) for job in jobs), in_base64))
+        embedded = [pooler.vector(normalize=True, size=asked.size) for pooler in poolers]
+        return _Json(vectors(embedded, self.name, sum(len(job.prompt) for job in jobs), asked.in_base64))
 
     async def _prepared(self, request: Request, make: Callable[[Any, Callable[[], bool]], T]) -> T:
         """What `make` makes of a request's JSON while the client is there, see `Engine.aside`."""
@@ -240,7 +277,7 @@ class _Server:
         """The answer to a request for text."""
 
         def make(body: Any, awaited: Callable[[], bool]) -> tuple[ReplyRequest, ReplyJobs]:
-            asked = read(body, self.model, self.name, self.limits.sampling)
+            asked = read(body, self.model, self.limits.sampling)
             return asked, request_json.reply_jobs(asked, self.model, self.engine.most, awaited)
 
         asked, jobs = await self._prepared(request, make)

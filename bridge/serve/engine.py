@@ -92,7 +92,7 @@ class Engine:
     """
 
     def __init__(self, model: Model, sequences: int, waiting: int, draft: str | None = None):
-        self.model = model
+        self.model, self.draft = model, draft
         self.batch = model.batch(sequences, draft)
         self.most = sequences + waiting
         self.open: set[Stream] = set()

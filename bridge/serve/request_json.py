@@ -5,15 +5,19 @@ What a request multiplies is counted before it is made, and a text is looked at 
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from bridge.errors import BridgeError
+from bridge.gguf_file.chat_template import check_template_options
 from bridge.runtime.chat.parser import PlainParser, ReplyParser
 from bridge.runtime.chat.reading import Functions
+from bridge.runtime.constraint import GrammarRefused
 from bridge.runtime.model import Model
 from bridge.runtime.replies.scoring import POOLINGS, Pooler, TokenScorer
-from bridge.runtime.sampling import NUMBERS, Sampler
+from bridge.runtime.sampling import NUMBERS, Sampler, Sampling
 from bridge.serve.engine import Job
 from bridge.system.fields import FieldError, Fields, Kind, anything, flag, object_, of_type
 
@@ -23,6 +27,7 @@ MOST_STOPS = 16
 LONGEST_STOP = 256  # characters: every token is compared with every beginning of a stop text
 MOST_TOP = 20  # most likely tokens that are listed
 _COMPLETION_TOKENS = 16  # of /v1/completions, where the request does not say
+_GRAMMAR_TOKENS = 4096  # the most of a reply that fits a grammar, where the request does not say
 _FUNCTION_NAME = re.compile(r"[\w./-]{1,128}")
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -34,6 +39,17 @@ class BadRequest(Exception):
     def __init__(self, message: str, field: str | None = None, code: str | None = None, status: int = 400):
         super().__init__(message)
         self.field, self.code, self.status = field, code, status
+
+
+@contextmanager
+def naming(name: str) -> Iterator[None]:
+    """Have what is refused here be about this field of the request."""
+    try:
+        yield
+    except GrammarRefused as refused:
+        raise BadRequest(f"{name}: {refused.reason}", name) from None
+    except BridgeError as refused:
+        raise BadRequest(str(refused), name) from None
 
 
 def json_of(data: bytes | bytearray) -> Any:
@@ -60,6 +76,12 @@ class RequestFields(Fields):
         except FieldError as wrong:
             raise BadRequest(f"{wrong.name} must be {wrong.must_be}", wrong.name) from None
 
+    def needed(self, key: str, kind: Kind) -> Any:
+        """As `take`, of a field that must be there."""
+        if key not in self:
+            raise BadRequest(f"{self._prefix}{key} is missing", self._prefix + key)
+        return self.take(key, kind)
+
     def unchanged(self, key: str, *neutral: Any) -> None:
         """A field that only values without an effect are taken for."""
         if self.take(key, anything, neutral[0]) not in neutral:
@@ -74,8 +96,14 @@ class RequestFields(Fields):
 
 _TEXT, _NUMBER, _INTEGER = of_type(str, "a text"), of_type((int, float), "a number"), of_type(int, "an integer")
 
+# fields that say something about a request, and nothing about its answer
+_WITHOUT_EFFECT = {
+    "user": _TEXT, "safety_identifier": _TEXT, "prompt_cache_key": _TEXT, "prompt_cache_retention": _TEXT,
+    "service_tier": _TEXT, "metadata": object_, "store": flag,
+}  # fmt: skip
 
-def _between(least: int, most: int) -> Kind:
+
+def between(least: int, most: int) -> Kind:
     """An integer of a range."""
 
     def kind(value: Any, name: str) -> int:
@@ -84,6 +112,24 @@ def _between(least: int, most: int) -> Kind:
         return int(value)
 
     return kind
+
+
+def _one_of(*names: str) -> Kind:
+    """One of a few names."""
+
+    def kind(value: Any, name: str) -> str:
+        if value not in names:
+            raise BadRequest(f"{name} must be {' or '.join(names)}", name)
+        return str(value)
+
+    return kind
+
+
+def token_ids(value: Any, name: str) -> list[int]:
+    """A list of integers."""
+    if not _is_ids(value):
+        raise BadRequest(f"{name} must be a list of token ids", name)
+    return list(value)
 
 
 @dataclass(frozen=True)
@@ -113,6 +159,8 @@ class ReplyRequest:
     usage: bool  # in an event of its own at the end of a stream
     sampling: dict[str, Any]
     grammar: dict[str, Any]
+    grammar_field: str = "response_format"  # that asks for it
+    prompt_field: str = "prompt"
     echo: bool = False
     prompts: list[Any] = field(default_factory=list)
     messages: list[dict[str, Any]] = field(default_factory=list)
@@ -120,18 +168,22 @@ class ReplyRequest:
     tools: Tools = field(default_factory=lambda: Tools({}))
 
 
-def _common(fields: RequestFields, model: Model, name: str, defaults: Mapping[str, Any]) -> ReplyRequest:
+def _common(fields: RequestFields, defaults: Mapping[str, Any]) -> ReplyRequest:
     """The fields that texts and chats share."""
-    check_model(fields, name)
+    fields.take("model", _TEXT)  # there is one, whatever a client calls it
     sampling = dict(defaults)
     for key, kind in NUMBERS.items():
         if (value := fields.take(key, _INTEGER if kind is int else _NUMBER)) is not None:
+            with naming(key):
+                Sampling(**{key: value})
             sampling[key] = value
     biases = fields.take("logit_bias", of_type(dict, "an object of token ids and numbers"), {})
     if biases:
         if not all(map(_TOKEN_ID.fullmatch, biases)):
             raise BadRequest("logit_bias must be an object of token ids and numbers", "logit_bias")
         sampling["logit_bias"] = {int(token): bias for token, bias in biases.items()}
+        with naming("logit_bias"):
+            Sampling(logit_bias=sampling["logit_bias"])
     stop = fields.take("stop", of_type((str, list), "a text or a list of texts"), [])
     stop = [stop] if isinstance(stop, str) else stop
     if len(stop) > MOST_STOPS or not all(isinstance(text, str) and len(text) <= LONGEST_STOP for text in stop):
@@ -139,46 +191,37 @@ def _common(fields: RequestFields, model: Model, name: str, defaults: Mapping[st
         raise BadRequest(f"stop must be {texts}", "stop")
     options = RequestFields(fields.take("stream_options", object_, {}), "stream_options")
     usage = options.take("include_usage", flag, False)
-    options.unchanged("include_obfuscation", False)
+    options.take("include_obfuscation", flag)
     options.end()
-    for key in ("frequency_penalty", "presence_penalty"):
-        fields.unchanged(key, 0)
-    fields.take("user", _TEXT)
+    for key, kind in _WITHOUT_EFFECT.items():
+        fields.take(key, kind)
     return ReplyRequest(
-        max_tokens=fields.take("max_tokens", _between(0, 1 << 31)), stop=stop,
-        n=fields.take("n", _between(1, MOST_CHOICES), 1),
-        seed=fields.take("seed", _between(0, (1 << 63) - 1), defaults.get("seed")), logprobs=None,
+        max_tokens=fields.take("max_tokens", between(0, 1 << 31)), stop=stop,
+        n=fields.take("n", between(1, MOST_CHOICES), 1),
+        seed=fields.take("seed", between(0, (1 << 63) - 1), defaults.get("seed")), logprobs=None,
         stream=fields.take("stream", flag, False), usage=usage, sampling=sampling, grammar={},
     )  # fmt: skip
 
 
-def check_model(fields: RequestFields, name: str) -> None:
-    """Raise BadRequest if another model than this is asked for."""
-    asked = fields.take("model", _TEXT, name)
-    if asked != name:
-        raise BadRequest(
-            f"the model {asked!r} is not served; this server has {name!r}", "model", "model_not_found", 404
-        )
-
-
-def completion(body: Any, model: Model, name: str, defaults: Mapping[str, Any]) -> ReplyRequest:
+def completion(body: Any, model: Model, defaults: Mapping[str, Any]) -> ReplyRequest:
     """The body of /v1/completions."""
     fields = RequestFields(body)
-    asked = _common(fields, model, name, defaults)
+    asked = _common(fields, defaults)
     asked.prompts = _prompts("prompt", fields.take("prompt", of_type((str, list), _PROMPT)))
     if asked.max_tokens is None:
         asked.max_tokens = _COMPLETION_TOKENS
-    asked.logprobs = fields.take("logprobs", _between(0, MOST_TOP))
+    asked.logprobs = fields.take("logprobs", between(0, MOST_TOP))
     asked.echo = fields.take("echo", flag, False)
     if asked.echo and asked.stream:
         raise BadRequest("echo is not supported in a stream; leave one of the two out", "echo", "unsupported_parameter")
     fields.unchanged("suffix", "")
     fields.unchanged("best_of", 1, asked.n)
-    asked.grammar = _grammar(fields)
+    asked.grammar, asked.grammar_field = _grammar(fields)
     fields.end()
     return asked
 
 
+_SCHEMA = of_type(dict, "a JSON schema")
 _PROMPT = "a text, a list of texts, a list of token ids, or a list of such lists"
 
 
@@ -196,11 +239,11 @@ def _is_ids(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(v, int) and not isinstance(v, bool) for v in value)
 
 
-def _grammar(fields: RequestFields) -> dict[str, Any]:
-    """What `response_format` asks for, as arguments of `Constraint`."""
-    response_format = fields.take("response_format", object_)
+def _grammar(fields: RequestFields) -> tuple[dict[str, Any], str]:
+    """What `response_format` asks for, as arguments of `Constraint`, and the field that has the grammar."""
+    response_format, name = fields.take("response_format", object_), "response_format"
     if response_format is None:
-        return {}
+        return {}, name
     form = RequestFields(response_format, "response_format")
     kind = form.take("type", _TEXT)
     grammar: dict[str, Any] = {}
@@ -208,43 +251,56 @@ def _grammar(fields: RequestFields) -> dict[str, Any]:
         grammar["schema"] = {"type": "object"}
     elif kind == "json_schema":
         inner = RequestFields(form.take("json_schema", object_, {}), "response_format.json_schema")
-        grammar["schema"] = inner.take("schema", of_type(dict, "a JSON schema"))
+        grammar["schema"], name = inner.take("schema", _SCHEMA), "response_format.json_schema.schema"
         for key in ("name", "description"):
             inner.take(key, _TEXT)
         inner.take("strict", flag)
         inner.end()
     elif kind == "regex":
         grammar["regex"] = form.take("regex", of_type(str, "a regular expression"), "")
+        name = "response_format.regex"
     elif kind != "text":
         raise BadRequest("response_format.type must be text, json_object, json_schema or regex", "response_format")
     form.end()
     if None in grammar.values():
-        raise BadRequest("response_format.json_schema.schema is missing", "response_format")
-    return grammar
+        raise BadRequest(f"{name} is missing", name)
+    return grammar, name
 
 
-def chat(body: Any, model: Model, name: str, defaults: Mapping[str, Any]) -> ReplyRequest:
+def chat(body: Any, model: Model, defaults: Mapping[str, Any]) -> ReplyRequest:
     """The body of /v1/chat/completions."""
     fields = RequestFields(body)
-    newer = fields.take("max_completion_tokens", _between(0, 1 << 31))
-    asked = _common(fields, model, name, defaults)
+    newer = fields.take("max_completion_tokens", between(0, 1 << 31))
+    asked = _common(fields, defaults)
     if newer is not None:
         asked.max_tokens = newer
-    asked.messages = _messages(fields.take("messages", of_type(list, "a list of messages")))
+    asked.messages, asked.prompt_field = (
+        _messages(fields.take("messages", of_type(list, "a list of messages"))),
+        "messages",
+    )
+    if model.chat_template is None:
+        raise BadRequest(
+            "the model has no chat template, so that it takes no messages; send a prompt to /v1/completions",
+            "messages", "unsupported_parameter",
+        )  # fmt: skip
     wants = fields.take("logprobs", flag, False)
-    top = fields.take("top_logprobs", _between(0, MOST_TOP))
+    top = fields.take("top_logprobs", between(0, MOST_TOP))
     if top is not None and not wants:
         raise BadRequest("top_logprobs needs logprobs: true", "top_logprobs")
     asked.logprobs = (top or 0) if wants else None
-    asked.grammar = _grammar(fields)
-    asked.variables = dict(fields.take("chat_template_kwargs", object_, {}))
+    asked.grammar, asked.grammar_field = _grammar(fields)
+    with naming("chat_template_kwargs"):
+        asked.variables = check_template_options(fields.take("chat_template_kwargs", object_, {}))
+    effort = fields.take("reasoning_effort", _TEXT)
+    if effort is not None and "reasoning_effort" in model.chat_template:
+        asked.variables.setdefault("reasoning_effort", effort)
+    fields.take("verbosity", _TEXT)
     tools = fields.take("tools", of_type(list, "a list of tools"), [])
     choice = fields.take("tool_choice", of_type((str, dict), _CHOICES), "auto")
     several = fields.take("parallel_tool_calls", flag, True)
     asked.tools = tools_of(tools, choice, several)
     if asked.tools.functions:
         asked.variables["tools"] = tools
-    fields.unchanged("store", False)
     fields.unchanged("modalities", ["text"])
     fields.end()
     return asked
@@ -326,22 +382,26 @@ def reply_jobs(asked: ReplyRequest, model: Model, most: int, awaited: Callable[[
             f"{replies} replies are asked for; the most is {most}", "n" if asked.n > 1 else "prompt"
         )  # fmt: skip
     result = ReplyJobs([], [], [], [])
+    prompts = asked.prompts
     if asked.messages:
-        ids = model.chat_tokens(asked.messages, asked.variables, model.context)
-        _check_length(ids, model)
-        prompts = [ids]
-    else:
-        prompts = asked.prompts
-    sampler = Sampler.of(model.tokenizer, asked.logprobs, **_grammar_of(asked, model, prompts[0]),
-                         **{**asked.sampling, "seed": asked.seed})  # fmt: skip
+        with naming(asked.prompt_field):
+            prompts = [model.chat_tokens(asked.messages, asked.variables, model.context)]
+        prompts = [_ids_of(prompts[0], model, asked.prompt_field)]
+    with naming("tools" if asked.tools.required else asked.grammar_field):
+        sampler = Sampler.of(model.tokenizer, asked.logprobs, **_grammar_of(asked, model, prompts[0]),
+                             **{**asked.sampling, "seed": asked.seed})  # fmt: skip
+    with naming("logit_bias"):
+        sampler.check(model.vocab)
     functions = asked.tools.functions or None
     shown = model.reply_form.shown(functions is not None) if asked.messages else frozenset[int]()
     for prompt in prompts:
         if not awaited():
             break
-        ids = prompt if asked.messages else _ids_of(prompt, model)
+        ids = prompt if asked.messages else _ids_of(prompt, model, asked.prompt_field)
         result.prompts.append(ids)
-        max_tokens = model.context - len(ids) + 1 if asked.max_tokens is None else asked.max_tokens
+        if (max_tokens := asked.max_tokens) is None:
+            max_tokens = model.context - len(ids) + 1
+            max_tokens = min(max_tokens, _GRAMMAR_TOKENS) if asked.grammar else max_tokens
         reader = model.token_scorer(ids, asked.logprobs) if asked.echo and asked.logprobs is not None else None
         if reader is not None:
             result.scorers.append(reader)
@@ -366,40 +426,50 @@ def _grammar_of(asked: ReplyRequest, model: Model, prompt: Sequence[int]) -> dic
     return {**({} if tools.required else asked.grammar), "around": around}
 
 
-def _ids_of(prompt: Any, model: Model) -> list[int]:
-    """The token ids of a text, or these ids; BadRequest unless the context holds them."""
-    ids = model.tokenizer.encode_within(prompt, model.context) if isinstance(prompt, str) else prompt
-    _check_length(ids, model)
-    return list(ids)
+def _ids_of(prompt: Any, model: Model, name: str) -> list[int]:
+    """The token ids of a text, or these ids; BadRequest unless the model takes them."""
+    with naming(name):
+        ids = model.tokenizer.encode_within(prompt, model.context) if isinstance(prompt, str) else prompt
+        if len(ids) > model.context:  # of a text that is much longer, not all were counted
+            raise BadRequest(f"the prompt has at least {len(ids)} tokens; the context holds {model.context}", name,
+                             "context_length_exceeded")  # fmt: skip
+        return model.checked_ids(ids)
 
 
-def _check_length(ids: Sequence[int], model: Model) -> None:
-    if len(ids) > model.context:  # of a text that is much longer, not all were counted
-        raise BadRequest(f"the prompt has at least {len(ids)} tokens; the context holds {model.context}", "prompt",
-                         "context_length_exceeded")  # fmt: skip
+@dataclass
+class EmbeddingRequest:
+    """The checked fields of a request for vectors."""
+
+    texts: list[Any]
+    pooling: str
+    size: int | None  # numbers of a vector, where not all are wanted
+    in_base64: bool
 
 
-def embeddings(
-    body: Any, model: Model, name: str, pooling: str, awaited: Callable[[], bool]
-) -> tuple[list[Job], list[Pooler], bool]:
-    """The body of /v1/embeddings: jobs, what makes a vector of each, and whether vectors are wanted in base64."""
+def embeddings(body: Any, model: Model, pooling: str) -> EmbeddingRequest:
+    """The body of /v1/embeddings."""
     fields = RequestFields(body)
-    check_model(fields, name)
+    fields.take("model", _TEXT)
     texts = _prompts("input", fields.take("input", of_type((str, list), _PROMPT)))
-    if len(texts) > MOST_TEXTS:
-        raise BadRequest(f"input has {len(texts)} texts; the most is {MOST_TEXTS}", "input")
-    form = fields.take("encoding_format", of_type(str, "float or base64"), "float")
-    if form not in ("float", "base64"):
-        raise BadRequest("encoding_format must be float or base64", "encoding_format")
-    pooling = fields.take("pooling", of_type(str, " or ".join(POOLINGS)), pooling)
+    form = fields.take("encoding_format", _one_of("float", "base64"), "float")
+    pooling = fields.take("pooling", _one_of(*POOLINGS), pooling)
     fields.take("user", _TEXT)
-    fields.unchanged("dimensions", model.config.hidden)
+    size = fields.take("dimensions", between(1, model.config.hidden))
     fields.end()
+    return EmbeddingRequest(texts, pooling, size, form == "base64")
+
+
+def embedding_jobs(
+    asked: EmbeddingRequest, model: Model, awaited: Callable[[], bool]
+) -> tuple[list[Job], list[Pooler]]:
+    """The jobs of a request for vectors, and what makes a vector of each; `awaited` as in `reply_jobs`."""
+    if len(asked.texts) > MOST_TEXTS:
+        raise BadRequest(f"input has {len(asked.texts)} texts; the most is {MOST_TEXTS}", "input")
     jobs, poolers = [], []
-    for text in texts:
+    for text in asked.texts:
         if not awaited():
             break
-        ids = _ids_of(text, model)
-        poolers.append(Pooler(pooling))
+        ids = _ids_of(text, model, "input")
+        poolers.append(Pooler(asked.pooling))
         jobs.append(Job(Sampler.of(model.tokenizer), ids, 0, [], reader=poolers[-1]))
-    return jobs, poolers, form == "base64"
+    return jobs, poolers

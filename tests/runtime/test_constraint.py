@@ -99,10 +99,13 @@ def test_the_reply_ends_where_the_grammar_does_and_its_probabilities_are_the_mod
         ({"schema": [1]}, "schema is not a JSON object"),
         ({"schema": "[1]"}, "schema is not a JSON object: it is a list"),
         ({"schema": {"type": "house"}}, "schema cannot be followed: .*house"),
-        ({"schema": {"not": {"type": "string"}}}, "schema cannot be followed: "),
+        ({"schema": {"not": {"type": "string"}}}, "cannot be followed: it has keywords that are not supported: not$"),
+        ({"schema": {"$ref": "#"}}, "schema cannot be followed: nothing fits it$"),
+        ({"schema": {"oneOf": [{"type": "integer"}, {"type": "number"}]}}, "alternatives may overlap is not supported"),
+        ({"schema": {"type": "string", "pattern": "("}}, "schema cannot be followed: unclosed group$"),
         ({"schema": {"a": 1j}}, "schema is not a JSON object"),
-        ({"regex": "("}, "regex cannot be followed: "),
-        ({"regex": "(?=a)"}, "look-around"),
+        ({"regex": "("}, "regex cannot be followed: unclosed group$"),
+        ({"regex": "(?=a)"}, "regex cannot be followed: look-around, .* is not supported$"),
         ({"regex": 5}, "regex=5: must be a text"),
         ({"regex": "a" * (1 << 20) + "b"}, "regex has 1048577 characters"),
         ({"regex": "a", "schema": {}}, "exclude each other"),
@@ -112,6 +115,20 @@ def test_a_grammar_that_cannot_be_followed_is_refused(options: dict[str, Any], m
     with pytest.raises(BridgeError, match=message) as error:
         model.generate("KING:", 5, **options)
     assert "\n" not in str(error.value)
+
+
+def test_a_number_ends_where_the_model_would_add_digits_for_ever(model: Model) -> None:
+    """After 16 in a row, of the integer, the fraction and the exponent each; and quoted digits are a text."""
+    more = {token: 50.0 for token in range(2048) if model.tokenizer.piece(token).isdigit()}
+    how: dict[str, Any] = {"temperature": 0, "logit_bias": more}
+    text = "".join(model.generate("A", 300, schema=closed(a={"type": "integer"}, b={"type": "number"}), **how))
+    assert set(json.loads(text)) == {"a", "b"}
+    assert all(16 <= len(digits) < 20 for digits in re.findall("[0-9]+", text))
+    quoted = "".join(model.generate("A", 60, schema={"type": "string"}, **how))
+    assert len(quoted) >= 60
+    assert quoted[1:].isdigit()
+    asked = {"type": "integer", "minimum": 10**17, "maximum": 10**18}
+    assert json.loads("".join(model.generate("A", 60, schema=asked, temperature=0))) >= 10**17
 
 
 def test_a_bias_that_forbids_all_that_the_schema_allows_says_so(model: Model) -> None:

@@ -230,6 +230,9 @@ def test_tokens_of_a_stop_text_are_not_scored(model: Model) -> None:
         ({"repeat_penalty": 0.0}, "repeat_penalty 0.0: must be above 0"),
         ({"repeat_penalty": float("nan")}, "repeat_penalty nan"),
         ({"repeat_last_n": -2}, "repeat_last_n -2: must be at least 0, or -1"),
+        ({"frequency_penalty": float("nan")}, "frequency_penalty nan: must be between -100 and 100"),
+        ({"presence_penalty": 101}, "presence_penalty 101: must be between -100 and 100"),
+        ({"presence_penalty": "1"}, "presence_penalty='1': must be a number"),
         ({"logit_bias": {2048: 1.0}}, "logit_bias of token 2048: the vocabulary has 2048"),
         ({"logit_bias": {-1: 1.0}}, "logit_bias of token -1: the key must be a token id"),
         ({"logit_bias": {"the": 1.0}}, "logit_bias of token 'the'"),
@@ -248,8 +251,10 @@ def test_the_options_are_on_the_command_line(path: Path, model: Model, capsys) -
     base = ["run", str(path), "-p", PROMPT, "-n", "8", "--temp", "0"]
     first, *_ = model.generate_tokens(PROMPT, 1, temperature=0)
     options = ["--repeat-penalty", "1.9", "--repeat-last-n", "-1", "--logit-bias", f"{first}-inf", "--logit-bias=9-0.5"]
+    options += ["--frequency-penalty", "0.5", "--presence-penalty", "1.5"]
     assert main([*base, *options]) == 0
     how: dict[str, Any] = {"repeat_penalty": 1.9, "repeat_last_n": -1, "logit_bias": {first: -np.inf, 9: -0.5}}
+    how |= {"frequency_penalty": 0.5, "presence_penalty": 1.5}
     assert capsys.readouterr().out == PROMPT + "".join(model.generate(PROMPT, 8, temperature=0, **how)) + "\n"
     assert main([*base, "--logprobs", "2"]) == 0
     lines = [line.split("\t") for line in capsys.readouterr().out.splitlines()]

@@ -1,5 +1,6 @@
 """Draws, and the probabilities of tokens, against the formulas over sorted logits, written plainly."""
 
+from collections import Counter
 from collections.abc import Iterator
 from itertools import product
 from typing import Any
@@ -138,13 +139,18 @@ def test_one_wrong_logit_is_found_wherever_it_is(place: int, wrong: float) -> No
         probabilities(logits[None], [3], 0)
 
 
-def adjusted(logits: np.ndarray, seen: list[int], penalty: float, bias: dict[int, float]) -> np.ndarray:
-    """Logits float32 with biases, then with the penalty of each token that was seen."""
+def adjusted(
+    logits: np.ndarray, seen: list[int], penalty: float, bias: dict[int, float], reply: list[int] | None = None,
+    frequency: float = 0.0, presence: float = 0.0,
+) -> np.ndarray:  # fmt: skip
+    """Logits float32 with biases, then with the penalty of each token that was seen, then with those of the reply's."""
     out = logits.copy()
     for token, added in bias.items():
         out[token] += np.float32(added)
     for token in set(seen):
         out[token] = out[token] / np.float32(penalty) if out[token] > 0 else out[token] * np.float32(penalty)
+    for token, count in Counter(reply or []).items():
+        out[token] -= np.float32(count) * np.float32(frequency) + np.float32(presence)
     return out
 
 
@@ -163,6 +169,37 @@ def test_biases_and_penalties_come_before_the_draw(last: int) -> None:
         assert token == drawn(adjusted(logits, recent, 1.7, bias), how, number)
         np.testing.assert_array_equal(logits, before)
         seen.append(token)
+
+
+@pytest.mark.parametrize(("frequency", "presence"), [(0.7, 0.0), (0.0, 1.5), (0.4, -0.3), (-0.2, 2.0)])
+@pytest.mark.parametrize("repeat", [1.0, 1.3])
+def test_tokens_of_the_reply_are_penalized_by_how_often_they_are_in_it(
+    frequency: float, presence: float, repeat: float
+) -> None:
+    """Those of the prompt are not, but by repeat_penalty."""
+    rng = np.random.default_rng(1)
+    how = Sampling(
+        1.0, 0, 1.0, 0.0, 5, repeat_penalty=repeat, repeat_last_n=4, frequency_penalty=frequency,
+        presence_penalty=presence, logit_bias={3: 1.0},
+    )  # fmt: skip
+    sampler, numbers, prompt, reply = Sampler(how), np.random.default_rng(5).random(60), [1, 5, 4, 2, 5], list[int]()
+    sampler.see(prompt)
+    for number in numbers:
+        logits = rng.standard_normal(12).astype(np.float32)
+        token = sampler(logits)
+        recent = [*prompt, *reply][-4:]
+        penalized = adjusted(logits, recent, repeat, {3: 1.0}, reply, frequency, presence)
+        assert token == drawn(penalized, how, number)
+        reply.append(token)
+    assert max(Counter(reply).values()) > 2
+
+
+def test_a_copy_of_a_sampler_penalizes_its_own_reply() -> None:
+    sampler = Sampler(Sampling(0, presence_penalty=5.0))
+    sampler.see([0, 1])
+    logits = np.array([2.0, 1.5, 1.0], np.float32)
+    other = sampler.copy(None)
+    assert [sampler(logits) for _ in range(3)] == [other(logits) for _ in range(3)] == [0, 1, 2]
 
 
 class Allows:
@@ -207,6 +244,7 @@ def test_a_bias_that_forbids_what_a_constraint_allows_says_so() -> None:
 
 SAMPLERS: tuple[dict[str, Any], ...] = (
     {}, {"temperature": 0}, {"top_k": 0}, {"repeat_penalty": 1.4}, {"logit_bias": {3: 4.0}}, {"min_p": 0.0, "top_k": 0},
+    {"presence_penalty": 1.0}, {"frequency_penalty": 0.5},
 )  # fmt: skip
 
 

@@ -136,6 +136,7 @@ def test_layers_with_a_window_compute_each_alone_too(path: Path) -> None:
     [
         {},
         {"repeat_penalty": 1.3, "repeat_last_n": 8},
+        {"frequency_penalty": 0.3},
         {"logit_bias": {11: -3.0}},
         {"temperature": 0.7, "seed": 3},
         {"regex": "( is| that| to| me|\\?){1,30}"},

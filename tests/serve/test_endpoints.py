@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
+import bridge
 from bridge.errors import BridgeError
 from bridge.gguf_file import chat_template
 from bridge.runtime.chat.formats import HARMONY
@@ -27,6 +28,7 @@ from bridge.serve import app, request_json
 from bridge.serve.app import Limits, make_app
 from bridge.serve.engine import Engine, Stream
 from tests.conftest import PATIENCE
+from tests.runtime.test_model import changed
 from tests.serve.conftest import client_of
 
 GREEDY: dict[str, Any] = {"temperature": 0}
@@ -199,9 +201,6 @@ def test_a_reply_fits_the_response_format(client: Any) -> None:
     assert choice["finish_reason"] == "stop"
     regex = completion(client, prompt="KING", response_format={"type": "regex", "regex": "yes|no"})
     assert regex["choices"][0]["text"] in ("yes", "no")
-    answer = client.post("/v1/completions", json={"prompt": "a", "response_format": {"type": "regex", "regex": "("}})
-    assert answer.status_code == 400
-    assert "regex cannot be followed" in answer.json()["error"]["message"]
 
 
 def test_embeddings_are_the_models(client: Any, reference: Model) -> None:
@@ -211,6 +210,65 @@ def test_embeddings_are_the_models(client: Any, reference: Model) -> None:
     packed = client.post("/v1/embeddings", json={"input": "a", "encoding_format": "base64", "pooling": "last"}).json()
     vector = np.frombuffer(base64.b64decode(packed["data"][0]["embedding"]), "<f4")
     np.testing.assert_allclose(vector, reference.embed("a", "last")[0], atol=1e-5)
+
+
+def test_embeddings_of_fewer_dimensions_are_the_first_ones_at_length_one(client: Any, reference: Model) -> None:
+    found = client.post("/v1/embeddings", json={"input": "a", "dimensions": 5}).json()["data"][0]["embedding"]
+    first = reference.embed("a")[0, :5]
+    np.testing.assert_allclose(found, first / np.linalg.norm(first), atol=1e-5)
+
+
+def test_a_reply_to_a_grammar_has_a_limit_where_the_request_gives_none(client: Any, monkeypatch: Any) -> None:
+    pytest.importorskip("llguidance")
+    monkeypatch.setattr(request_json, "_GRAMMAR_TOKENS", 6)
+    form = {"type": "regex", "regex": "[a-z ]{20,100}x"}
+    (cut,) = chat(client, response_format=form)["choices"]
+    assert cut["finish_reason"] == "length"
+    found = chat(client, response_format=form, max_tokens=9)
+    assert found["usage"]["completion_tokens"] == 9
+    assert chat(client, response_format=form)["usage"]["completion_tokens"] == 6
+
+
+def test_fields_that_say_nothing_about_the_answer_change_nothing(client: Any) -> None:
+    plain = chat(client, max_tokens=8)["choices"]
+    nothing = {
+        "user": "me", "safety_identifier": "x", "prompt_cache_key": "x", "prompt_cache_retention": "24h",
+        "service_tier": "auto", "metadata": {"a": "b"}, "store": True, "verbosity": "low", "reasoning_effort": "low",
+        "parallel_tool_calls": False, "prediction": None, "modalities": ["text"], "model": "gpt-4o",
+        "stream_options": {"include_obfuscation": False}, "frequency_penalty": 0, "presence_penalty": 0,
+    }  # fmt: skip
+    found = chat(client, max_tokens=8, **nothing)
+    assert found["choices"] == plain
+    assert found["model"] == "small"
+
+
+def test_penalties_are_those_of_the_sampler(client: Any, reference: Model) -> None:
+    how: dict[str, Any] = {"presence_penalty": 1.5, "frequency_penalty": 0.5}
+    text = completion(client, prompt="KING", max_tokens=30, **how)["choices"][0]["text"]
+    assert text == alone(reference, "KING", 30, **how) != alone(reference, "KING", 30)
+
+
+def test_the_effort_of_reasoning_reaches_a_template_that_asks_for_it(path: Path, reference: Model) -> None:
+    template = "{{ reasoning_effort }}: {{ messages[0].content }}"
+    other = bridge.Model.load(changed(path, path.with_name("effort.gguf"), chat_template=template), context=500)
+    with client_of(other) as client:
+        found = chat(client, max_tokens=5, reasoning_effort="high")["choices"][0]["message"]["content"]
+    assert found == alone(reference, "high: Speak.", 5)
+
+
+def test_a_model_without_a_chat_template_says_where_prompts_go(path: Path, model: Model) -> None:
+    with client_of(bridge.Model.load(path.with_name("plain.gguf"), context=500)) as client:
+        answer = client.post("/v1/chat/completions", json={"messages": SAY})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
+    assert "send a prompt to /v1/completions" in answer.json()["error"]["message"]
+
+
+def test_errors_do_not_say_where_the_file_is(path: Path) -> None:
+    template = "{{ raise_exception('no') }}"
+    with client_of(bridge.Model.load(changed(path, path.with_name("raises.gguf"), chat_template=template))) as client:
+        error = client.post("/v1/chat/completions", json={"messages": SAY}).json()["error"]
+    assert error["param"] == "messages"
+    assert error["message"].startswith("raises: the chat template cannot be used: ")
 
 
 def test_models_health_and_metrics(client: Any) -> None:
@@ -258,10 +316,10 @@ COMPLETIONS, CHATS, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1
         (COMPLETIONS, {"prompt": 3}, "prompt", "prompt must be a text"),
         (COMPLETIONS, {"prompt": []}, "prompt", "not empty"),
         (COMPLETIONS, {"prompt": [1.5]}, "prompt", "prompt must be"),
-        (COMPLETIONS, {"prompt": ""}, None, "the prompt is empty"),
-        (COMPLETIONS, {"prompt": [999999]}, None, "token 999999"),
-        (COMPLETIONS, {"prompt": [-1]}, None, "token -1"),
-        (COMPLETIONS, {"prompt": "\ud800"}, None, "not UTF-8"),
+        (COMPLETIONS, {"prompt": ""}, "prompt", "the prompt is empty"),
+        (COMPLETIONS, {"prompt": [999999]}, "prompt", "token 999999"),
+        (COMPLETIONS, {"prompt": [-1]}, "prompt", "token -1"),
+        (COMPLETIONS, {"prompt": "\ud800"}, "prompt", "not UTF-8"),
         (COMPLETIONS, {"prompt": "word " * 800}, "prompt", "the context holds 500"),
         (COMPLETIONS, {"prompt": "a", "max_tokens": -1}, "max_tokens", "must be between 0"),
         (COMPLETIONS, {"prompt": "a", "max_tokens": "x"}, "max_tokens", "must be an integer"),
@@ -271,26 +329,33 @@ COMPLETIONS, CHATS, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1
         (COMPLETIONS, {"prompt": ["a"] * 10, "n": 16}, "n", "160 replies are asked for"),
         (COMPLETIONS, {"prompt": ["a"] * 300}, "prompt", "300 replies are asked for; the most is 72"),
         (COMPLETIONS, {"prompt": "a", "temperature": "hot"}, "temperature", "must be a number"),
-        (COMPLETIONS, {"prompt": "a", "temperature": -1}, None, "temperature -1: must be at least 0"),
-        (COMPLETIONS, {"prompt": "a", "top_p": 0}, None, "top_p 0: must be above 0"),
+        (COMPLETIONS, {"prompt": "a", "temperature": -1}, "temperature", "temperature -1: must be at least 0"),
+        (COMPLETIONS, {"prompt": "a", "top_p": 0}, "top_p", "top_p 0: must be above 0"),
         (COMPLETIONS, {"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias", "token ids and numbers"),
         (COMPLETIONS, {"prompt": "a", "logit_bias": {"1_0": 1}}, "logit_bias", "token ids and numbers"),
         (COMPLETIONS, {"prompt": "a", "logit_bias": {"\u0663": 1}}, "logit_bias", "token ids and numbers"),
         (COMPLETIONS, {"prompt": "a", "logit_bias": {" 5": 1}}, "logit_bias", "token ids and numbers"),
         (COMPLETIONS, {"prompt": "a", "logit_bias": {"1" * 5000: 1}}, "logit_bias", "token ids and numbers"),
-        (COMPLETIONS, {"prompt": "a", "logit_bias": {"1": "x"}}, None, "logit_bias"),
-        (COMPLETIONS, {"prompt": "a", "logit_bias": {"999999": 1}}, None, "logit_bias of token 999999"),
+        (COMPLETIONS, {"prompt": "a", "logit_bias": {"1": "x"}}, "logit_bias", "logit_bias"),
+        (COMPLETIONS, {"prompt": "a", "logit_bias": {"999999": 1}}, "logit_bias", "logit_bias of token 999999"),
         (COMPLETIONS, {"prompt": "a", "stop": 3}, "stop", "stop must be"),
         (COMPLETIONS, {"prompt": "a", "stop": ["x"] * 17}, "stop", "at most 16"),
         (COMPLETIONS, {"prompt": "a", "stop": ["x", "x" * 257]}, "stop", "at most 256 characters"),
         (COMPLETIONS, {"prompt": "a", "logprobs": 21}, "logprobs", "between 0 and 20"),
         (COMPLETIONS, {"prompt": "a", "best_of": 3}, "best_of", "best_of is not supported"),
         (COMPLETIONS, {"prompt": "a", "suffix": "b"}, "suffix", "suffix is not supported"),
-        (COMPLETIONS, {"prompt": "a", "frequency_penalty": 1}, "frequency_penalty", "not supported"),
+        (COMPLETIONS, {"prompt": "a", "frequency_penalty": 101}, "frequency_penalty", "between -100"),
         (COMPLETIONS, {"prompt": "a", "echo": True, "stream": True}, "echo", "not supported in a stream"),
         (COMPLETIONS, {"prompt": "a", "nonsense": 1}, "nonsense", "nonsense is not supported; leave it out"),
         (COMPLETIONS, {"prompt": "a", "\ud800": 1}, "\ud800", "\ud800 is not supported; leave it out"),
-        (COMPLETIONS, {"prompt": "a", "model": "gpt"}, "model", "the model 'gpt' is not served"),
+        (COMPLETIONS, {"prompt": "a", "model": 5}, "model", "must be a text"),
+        (COMPLETIONS, {"prompt": "a", "min_tokens": 5}, "min_tokens", "min_tokens is not supported"),
+        (
+            COMPLETIONS,
+            {"prompt": "a", "response_format": {"type": "regex", "regex": "("}},
+            "response_format.regex",
+            "response_format.regex: unclosed group",
+        ),
         (COMPLETIONS, {"prompt": "a", "stream_options": {"x": 1}}, "stream_options.x", "not supported"),
         (COMPLETIONS, [], None, "the body must be a JSON object"),
         (CHATS, {}, "messages", "messages must be a list"),
@@ -301,16 +366,31 @@ COMPLETIONS, CHATS, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1
         (CHATS, {"messages": SAY, "top_logprobs": 2}, "top_logprobs", "needs logprobs"),
         (CHATS, {"messages": SAY, "logprobs": 2}, "logprobs", "true or false"),
         (CHATS, {"messages": SAY, "tool_choice": "required"}, "tool_choice", "there are no tools"),
-        (CHATS, {"messages": SAY, "reasoning_effort": "low"}, "reasoning_effort", "not supported"),
+        (CHATS, {"messages": SAY, "reasoning_effort": 1}, "reasoning_effort", "must be a text"),
+        (CHATS, {"messages": SAY, "prediction": {}}, "prediction", "not supported"),
+        (CHATS, {"messages": SAY, "temperature": float("nan")}, "temperature", "must be at least 0"),
+        (CHATS, {"messages": [{"role": "user", "content": "word " * 800}]}, "messages", "the context holds 500"),
+        (CHATS, {"messages": SAY, "chat_template_kwargs": {"bos_token": ""}}, "chat_template_kwargs", "by the program"),
+        (
+            CHATS,
+            {"messages": SAY, "response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}},
+            "response_format.json_schema.schema",
+            "json_schema.schema: it has keywords that are not supported: not",
+        ),
         (CHATS, {"messages": SAY, "response_format": {"type": "x"}}, "response_format", "must be text"),
-        (CHATS, {"messages": SAY, "response_format": {"type": "json_schema"}}, "response_format", "schema is missing"),
+        (
+            CHATS,
+            {"messages": SAY, "response_format": {"type": "json_schema"}},
+            "response_format.json_schema.schema",
+            "schema is missing",
+        ),
         (EMBEDDINGS, {"input": []}, "input", "not empty"),
         (EMBEDDINGS, {"input": ["a"] * 257}, "input", "the most is 256"),
         (EMBEDDINGS, {"input": "a", "encoding_format": "int8"}, "encoding_format", "float or base64"),
-        (EMBEDDINGS, {"input": "a", "dimensions": 3}, "dimensions", "not supported"),
-        (EMBEDDINGS, {"input": "a", "pooling": "max"}, None, "choose mean or last"),
-        (EMBEDDINGS, {"input": "a", "pooling": "\ud800"}, None, "choose mean or last"),
-        (EMBEDDINGS, {"input": "word " * 800}, "prompt", "the context holds 500"),
+        (EMBEDDINGS, {"input": "a", "dimensions": 3000}, "dimensions", "must be between 1 and"),
+        (EMBEDDINGS, {"input": "a", "pooling": "max"}, "pooling", "must be mean or last"),
+        (EMBEDDINGS, {"input": "a", "pooling": "\ud800"}, "pooling", "must be mean or last"),
+        (EMBEDDINGS, {"input": "word " * 800}, "input", "the context holds 500"),
     ],
 )
 def test_what_makes_no_sense_is_refused(url: str, body: Any, field: Any, message: str, client: Any) -> None:
@@ -319,6 +399,7 @@ def test_what_makes_no_sense_is_refused(url: str, body: Any, field: Any, message
     assert answer.status_code in (400, 404)
     assert message in error["message"]
     assert error["param"] == field
+    assert "\n" not in error["message"]
     assert error["type"] == "invalid_request_error"
 
 

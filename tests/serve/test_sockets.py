@@ -59,10 +59,12 @@ def test_openais_client_gets_what_the_model_says(running: Server, reference: Mod
     assert text.choices[0].text == "".join(reference.generate("KING", 5, temperature=0))
     vectors = client.embeddings.create(model=model.id, input=["one", "two"])
     assert abs(sum(a * b for a, b in zip(vectors.data[1].embedding, reference.embed("two")[0], strict=True)) - 1) < 1e-4
-    with pytest.raises(openai.BadRequestError, match="frequency_penalty is not supported"):
-        client.chat.completions.create(**asked, frequency_penalty=1.0)
+    with pytest.raises(openai.BadRequestError, match=r"temperature -1\.0: must be at least 0") as refused:
+        client.chat.completions.create(**{**asked, "temperature": -1.0})
+    assert refused.value.param == "temperature"
     with pytest.raises(openai.NotFoundError, match="this server has 'small'"):
-        client.chat.completions.create(**{**asked, "model": "gpt"})
+        client.models.retrieve("gpt")
+    assert client.chat.completions.create(**{**asked, "model": "gpt"}).choices[0].message.content == own
     assert client.chat.completions.create(**asked, extra_body={"top_k": 1}).choices[0].message.content == own
 
 

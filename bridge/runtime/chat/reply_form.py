@@ -26,6 +26,11 @@ class ReplyForm:
         self._mark_tokens = self._tokens_in([self._marks.begin, self._marks.end])
         self._call_tokens = self._tokens_in(calls.literals)
 
+    @property
+    def thinks(self) -> bool:
+        """Whether the template knows what the model thinks before it answers."""
+        return self._may_think or self.calls is HARMONY
+
     def _tokens_in(self, literals: Sequence[str]) -> dict[str, int]:
         """The control tokens that are part of texts."""
         types = self._tokenizer.types

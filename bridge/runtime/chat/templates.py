@@ -41,6 +41,14 @@ class ChatTemplate:
         most: int | None = None,
     ) -> list[int]:  # fmt: skip
         """See `Model.chat_tokens`."""
+        text, bos = self.render(tokenizer, messages, options), tokenizer.text(tokenizer.bos)
+        special = not (bos and text.startswith(bos))
+        return tokenizer.encode(text, special) if most is None else tokenizer.encode_within(text, most, special)
+
+    def render(
+        self, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any] | None
+    ) -> str:
+        """See `Model.chat_text`."""
         from bridge.gguf_file.chat_template import TemplateFailed, check_template_options, render_chats
 
         plain = isinstance(messages, Sequence) and not isinstance(messages, str | bytes)
@@ -56,8 +64,8 @@ class ChatTemplate:
         if self.call_format is HARMONY:
             messages = [_without_channels(message) for message in messages]
         conversations = [list(messages)]
-        if not self.takes_tools and (tools := extra.pop("tools", None)):
-            conversations = [_described(messages, tools)]
+        if not self.takes_tools:
+            conversations = [_described(messages, extra.pop("tools", None) or [])]
         elif "tool_calls" not in template:
             conversations = [[_with_calls_in_content(message, self.call_format) for message in messages]]
         elif any(message.get("tool_calls") for message in messages):
@@ -71,8 +79,7 @@ class ChatTemplate:
         text = texts[0] if objects_first else texts[-1]
         if isinstance(text, TemplateFailed):
             raise BridgeError(f"{self._path}: the chat template cannot be used: {text}") from text
-        special = not (bos and text.startswith(bos))
-        return tokenizer.encode(text, special) if most is None else tokenizer.encode_within(text, most, special)
+        return text
 
 
 def _without_channels(message: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -122,7 +129,8 @@ def _with_calls_in_content(message: Mapping[str, Any], form: CallFormat) -> Mapp
         return message
     functions = [_with_object(call).get("function") for call in message["tool_calls"]]
     if not all(isinstance(f, dict) and "name" in f and isinstance(f.get("arguments"), dict) for f in functions):
-        raise BridgeError('tool_calls of a message must be [{"function": {"name": ..., "arguments": "{...}"}}, ...]')
+        form_of_calls = '[{"function": {"name": ..., "arguments": "{...}"}}, ...]'
+        raise BridgeError(f"the tool_calls of a message must be {form_of_calls}")
     calls = written_calls(functions, form)
     plain = {key: value for key, value in message.items() if key != "tool_calls"}
     return {**plain, "content": "\n".join(filter(None, [message.get("content"), calls]))}
@@ -136,6 +144,8 @@ def _described(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[st
             told.append({"role": "user", "content": f"The function's result: {message.get('content')}"})
         else:
             told.append(_with_calls_in_content(message, JSON))
-    listed = "\n".join(json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools)
-    first = told[0] if told else {"role": "user", "content": ""}
-    return [{**first, "content": f"{_TOOLS}{listed}\n\n{first.get('content', '')}".rstrip()}, *told[1:]]
+    if tools:
+        listed = "\n".join(json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools)
+        first = told[0] if told else {"role": "user", "content": ""}
+        told[:1] = [{**first, "content": f"{_TOOLS}{listed}\n\n{first.get('content', '')}".rstrip()}]
+    return told

@@ -53,8 +53,8 @@ class Pooler:
         else:
             self._sum, self._count = summed, len(states)
 
-    def vector(self, normalize: bool) -> np.ndarray:
-        """float32 [hidden], of length 1 if `normalize`."""
-        mean = self._sum / self._count
+    def vector(self, normalize: bool, size: int | None = None) -> np.ndarray:
+        """float32 [size], of length 1 if `normalize`; the first of [hidden], or all."""
+        mean = (self._sum / self._count)[:size]
         norm = float(np.linalg.norm(mean)) if normalize else 1.0
         return (mean / norm if norm else mean).astype(np.float32)

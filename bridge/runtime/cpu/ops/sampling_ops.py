@@ -23,7 +23,8 @@ from bridge.system.threads import pool
 
 # words of what is asked about a row: addresses, numbers and the bits of float64; `_sample` says more
 (LOGITS, VOCAB, TOP, LISTED, LIST, SUM, DRAWN, TEMPERATURE, TOP_K, TOP_P, MIN_P, UNIFORM, TOKEN, ADJUSTED, ADJUSTED_TOP,
- BIASED, BIASES, BIASED_COUNT, SEEN, SEEN_COUNT, PENALTY, ALLOWED, ALLOWED_COUNT, WORDS) = range(24)  # fmt: skip
+ BIASED, BIASES, BIASED_COUNT, SEEN, SEEN_COUNT, PENALTY, REPLY, REPLY_COUNT, FREQUENCY, PRESENCE, ALLOWED,
+ ALLOWED_COUNT, WORDS) = range(28)  # fmt: skip
 
 BLOCK = 64  # tokens
 BUCKETS = 1024
@@ -355,6 +356,20 @@ def _adjust(words, numbers, adjusted, marks):
             if token < count and not marked[token]:
                 marked[token] = 1
                 row[token] = row[token] / penalty if row[token] > 0 else row[token] * penalty
+    if words[REPLY_COUNT]:
+        reply = array_at(words[REPLY], words[REPLY_COUNT], np.int64)
+        frequency, presence = np.float32(numbers[FREQUENCY]), np.float32(numbers[PRESENCE])
+        counts = array_at(marks, count, np.int32)
+        for i in range(count):
+            counts[i] = 0
+        for i in range(words[REPLY_COUNT]):
+            if np.uint64(reply[i]) < count:
+                counts[np.uint64(reply[i])] += 1
+        for i in range(words[REPLY_COUNT]):
+            token = np.uint64(reply[i])
+            if token < count and counts[token]:
+                row[token] -= np.float32(counts[token]) * frequency + presence
+                counts[token] = 0
     if words[ALLOWED]:
         allowed = min(count, words[ALLOWED_COUNT])
         for first in range(0, allowed, 32):
@@ -375,8 +390,9 @@ def _sample(rows, _0, _1, _2, _3, _4, _5, first, last):
     DRAWN   whether to draw a TOKEN, with these settings (TOP_K 0: all) and a UNIFORM number in [0, 1)
     ADJUSTED  whether to draw from a copy of the logits: BIASES float32 are added to those of BIASED int64
             [BIASED_COUNT]; those of SEEN int64 [SEEN_COUNT] are divided by PENALTY, or multiplied if they are not above
-            0; and where ALLOWED is not 0, only those of the first ALLOWED_COUNT tokens are left whose bit there is set.
-            The largest of what is drawn from is left in ADJUSTED_TOP, and if it is not finite, no TOKEN
+            0; those of REPLY int64 [REPLY_COUNT] get less by FREQUENCY for each time that they are in it, and once by
+            PRESENCE; and where ALLOWED is not 0, only those of the first ALLOWED_COUNT tokens are left whose bit is set
+            there. The largest of what is drawn from is left in ADJUSTED_TOP, and if it is not finite, no TOKEN
     """
     for i in range(first, last):
         words = array_at(rows + 8 * WORDS * i, WORDS, np.int64)
