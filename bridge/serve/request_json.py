@@ -85,7 +85,8 @@ class RequestFields(Fields):
     def unchanged(self, key: str, *neutral: Any) -> None:
         """A field that only values without an effect are taken for."""
         if self.take(key, anything, neutral[0]) not in neutral:
-            raise BadRequest(f"{key} is not supported; leave it out", key, "unsupported_parameter")
+            name = self._prefix + key
+            raise BadRequest(f"{name} is not supported; leave it out", name, "unsupported_parameter")
 
     def end(self) -> None:
         """Raise BadRequest where a field was not taken."""
@@ -166,6 +167,7 @@ class ReplyRequest:
     messages: list[dict[str, Any]] = field(default_factory=list)
     variables: dict[str, Any] = field(default_factory=dict)  # of the chat template, besides the messages
     tools: Tools = field(default_factory=lambda: Tools({}))
+    repeated: dict[str, Any] = field(default_factory=dict)  # what the answer says of the request
 
 
 def _common(fields: RequestFields, defaults: Mapping[str, Any]) -> ReplyRequest:
@@ -387,6 +389,8 @@ def reply_jobs(asked: ReplyRequest, model: Model, most: int, awaited: Callable[[
         with naming(asked.prompt_field):
             prompts = [model.chat_tokens(asked.messages, asked.variables, model.context)]
         prompts = [_ids_of(prompts[0], model, asked.prompt_field)]
+    if not prompts:
+        return result
     with naming("tools" if asked.tools.required else asked.grammar_field):
         sampler = Sampler.of(model.tokenizer, asked.logprobs, **_grammar_of(asked, model, prompts[0]),
                              **{**asked.sampling, "seed": asked.seed})  # fmt: skip
