@@ -354,7 +354,8 @@ def test_a_reply_with_channels_is_reasoning_and_what_is_said(reply: str) -> None
 def test_a_template_with_channels_gets_reasoning_by_its_own_name(model: Model) -> None:
     text = (
         "{% for m in messages %}{% if '<|channel|>' in (m.content or '') and m.role == 'assistant' %}"
-        "{{ raise_exception('marks') }}{% endif %}{{ m.role }} {{ m.thinking }} {{ m.content }}{{ '' if m.tool_calls }}\n{% endfor %}"
+        "{{ raise_exception('marks') }}{% endif %}{{ m.role }} {{ m.thinking }} {{ m.content }}"
+        "{{ '' if m.tool_calls }}\n{% endfor %}"
     )
     template = ChatTemplate({"tokenizer.chat_template": text}, Path("m.gguf"))
     assert template.call_format is HARMONY

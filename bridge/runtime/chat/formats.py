@@ -112,7 +112,7 @@ FORMATS = (
     CallFormat("Nemotron Nano", ("<TOOLCALL>",), "<TOOLCALL>", "{json}", "</TOOLCALL>", listed=True),
     CallFormat("Command R7B", ("<|START_ACTION|>",), "<|START_ACTION|>", "{json}", "<|END_ACTION|>", listed=True,
                keys=("tool_name", "parameters")),
-    CallFormat("Command R", ("Action:", "```json", "tool_name"), "Action:", "\n```json\n{json}\n```", listed=True,
+    CallFormat("Command R", ("Action:", "```json", "tool_name"), "Action:\n```json\n", "{json}", "\n```", listed=True,
                keys=("tool_name", "parameters")),
     CallFormat("Apertus", ("<|tools_prefix|>",), "<|tools_prefix|>", "{json}", "<|tools_suffix|>", listed=True),
     CallFormat("LFM2", ("<|tool_call_start|>",), "<|tool_call_start|>", "[{python}]", "<|tool_call_end|>"),

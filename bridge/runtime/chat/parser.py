@@ -56,7 +56,8 @@ class MarkedParser:
         self._thinking, self._form, self._functions = thinking, form, functions
         self._held = ""
         self._read = self._reasoning if thinks else self._first
-        self._searched = 0  # characters of a section where no end of it begins
+        self._begin = ""  # of the section of calls that is being read, with the white space before it
+        self._searched = 0  # characters of that section where no end of it begins
 
     def add(self, text: str, last: bool = False) -> Parts:
         self._held += text
@@ -66,6 +67,8 @@ class MarkedParser:
             parts += self._read(last)
             if (self._read, len(self._held)) == before:
                 break
+        if last and self._read == self._calls:  # nothing followed the begin of a section
+            parts += Parts(content=self._begin)
         return parts
 
     def _first(self, last: bool) -> Parts:
@@ -109,8 +112,10 @@ class MarkedParser:
             return self._whole_reply(last)
         text, mark, rest = self._held.partition(self._form.begin)
         if mark:
+            said = text.rstrip()
+            self._begin = text[len(said) :] + mark
             self._held, self._read, self._searched = rest, self._calls, 0
-            return Parts(content=text.rstrip())
+            return Parts(content=said)
         return Parts(content=self._shown(self._form.begin, last))
 
     def _shown(self, mark: str, last: bool) -> str:
@@ -157,7 +162,7 @@ class MarkedParser:
         try:
             return Parts(calls=tuple(read_calls(section, form, self._functions)))
         except ValueError:
-            return Parts(content=form.begin + section)
+            return Parts(content=self._begin + section)
 
 
 class HarmonyParser:
