@@ -145,13 +145,10 @@ def _options(options: Any, model: Model) -> dict[str, Any]:
 def _thinking(think: bool | str | None, model: Model) -> dict[str, Any]:
     """What `think` means for the model's chat template."""
     template = model.chat_template or ""
-    if think is None:
-        return {}
+    if not think:
+        return {} if think is None else {"reasoning_effort": "none"}
     switches = thinking_switches(template)
-    if think is False:
-        return {"chat_template_kwargs": switches}
-    levels = "reasoning_effort" in template
-    if not (switches or levels or model.reply_form.thinks):
+    if not (switches or model.reply_form.thinks or "reasoning_effort" in template):
         raise BadRequest("think: the model does not think, or its chat template does not say so; leave it out", "think")
     on = {name: True for name, off in switches.items() if off is False}
     return {"chat_template_kwargs": on, "reasoning_effort": think if isinstance(think, str) else None}

@@ -51,12 +51,11 @@ class OllamaAnswer:
             self._finish = "stop" if reply.finish == "tool_calls" else reply.finish
 
     def _done(self, parts: Parts, tokens: Sequence[ScoredToken] | None, usage: Usage) -> dict[str, Any]:
-        first, rest = usage.first, usage.seconds - usage.first
+        total, first = int(usage.seconds * _NANOSECONDS), int(usage.first * _NANOSECONDS)
         return {
             **self._head(), **self._replied(parts, tokens), "done": True, "done_reason": self._finish,
-            "total_duration": int(usage.seconds * _NANOSECONDS), "load_duration": 0,
-            "prompt_eval_count": usage.prompt, "prompt_eval_duration": int(first * _NANOSECONDS),
-            "eval_count": usage.completion, "eval_duration": int(rest * _NANOSECONDS),
+            "total_duration": total, "load_duration": 0, "prompt_eval_count": usage.prompt,
+            "prompt_eval_duration": first, "eval_count": usage.completion, "eval_duration": total - first,
         }  # fmt: skip
 
     def _head(self) -> dict[str, Any]:

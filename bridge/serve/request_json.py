@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bridge.errors import BridgeError
-from bridge.gguf_file.chat_template import check_template_options
+from bridge.gguf_file.chat_template import check_template_options, thinking_switches
 from bridge.runtime.chat.parser import PlainParser, ReplyParser
 from bridge.runtime.chat.reading import Functions
 from bridge.runtime.constraint import GrammarRefused
@@ -250,7 +250,7 @@ def _grammar(fields: RequestFields) -> tuple[dict[str, Any], str]:
     kind = form.take("type", _TEXT)
     grammar: dict[str, Any] = {}
     if kind == "json_object":
-        grammar["schema"] = {"type": "object"}
+        grammar["schema"], name = form.take("schema", _SCHEMA, {"type": "object"}), "response_format.schema"
     elif kind == "json_schema":
         inner = RequestFields(form.take("json_schema", object_, {}), "response_format.json_schema")
         grammar["schema"], name = inner.take("schema", _SCHEMA), "response_format.json_schema.schema"
@@ -269,22 +269,18 @@ def _grammar(fields: RequestFields) -> tuple[dict[str, Any], str]:
     return grammar, name
 
 
-def chat(body: Any, model: Model, defaults: Mapping[str, Any]) -> ReplyRequest:
-    """The body of /v1/chat/completions."""
+def chat(body: Any, model: Model, defaults: Mapping[str, Any], prompt_field: str = "messages") -> ReplyRequest:
+    """The body of /v1/chat/completions; `prompt_field`: what another interface calls the messages."""
+    if model.chat_template is None:
+        raise BadRequest("the model has no chat template, so that it takes no messages; send a prompt to "
+                         "/v1/completions", prompt_field, "unsupported_parameter")  # fmt: skip
     fields = RequestFields(body)
     newer = fields.take("max_completion_tokens", between(0, 1 << 31))
     asked = _common(fields, defaults)
     if newer is not None:
         asked.max_tokens = newer
-    asked.messages, asked.prompt_field = (
-        _messages(fields.take("messages", of_type(list, "a list of messages"))),
-        "messages",
-    )
-    if model.chat_template is None:
-        raise BadRequest(
-            "the model has no chat template, so that it takes no messages; send a prompt to /v1/completions",
-            "messages", "unsupported_parameter",
-        )  # fmt: skip
+    asked.prompt_field = prompt_field
+    asked.messages = _messages(fields.take("messages", of_type(list, "a list of messages")))
     wants = fields.take("logprobs", flag, False)
     top = fields.take("top_logprobs", between(0, MOST_TOP))
     if top is not None and not wants:
@@ -294,7 +290,9 @@ def chat(body: Any, model: Model, defaults: Mapping[str, Any]) -> ReplyRequest:
     with naming("chat_template_kwargs"):
         asked.variables = check_template_options(fields.take("chat_template_kwargs", object_, {}))
     effort = fields.take("reasoning_effort", _TEXT)
-    if effort is not None and "reasoning_effort" in model.chat_template:
+    if effort == "none":
+        asked.variables = {**thinking_switches(model.chat_template), **asked.variables}
+    elif effort is not None and "reasoning_effort" in model.chat_template:
         asked.variables.setdefault("reasoning_effort", effort)
     fields.take("verbosity", _TEXT)
     tools = fields.take("tools", of_type(list, "a list of tools"), [])

@@ -54,9 +54,8 @@ def responses(body: Any, model: Model, defaults: Mapping[str, Any]) -> ReplyRequ
     fields.unchanged("truncation", "disabled")
     fields.unchanged("background", False)
     fields.end()
-    request = request_json.chat(asked, model, defaults)
+    request = request_json.chat(asked, model, defaults, "input")
     request.repeated = _repeated(given, Sampling(**request.sampling))
-    request.prompt_field = "input"
     request.grammar_field = "text.format.schema"
     return request
 
