@@ -115,6 +115,7 @@ def test_openais_client_gets_calls_and_sends_their_results(openai: Any) -> None:
 
 def test_a_schema_of_a_class_comes_back_as_one(openai: Any) -> None:
     import pydantic  # a dependency of openai
+
     pytest.importorskip("llguidance")
     digit = pydantic.Field(ge=0, le=9)
     kind = pydantic.create_model("Point", x=(int, digit), y=(int, digit))
