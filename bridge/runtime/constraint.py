@@ -22,6 +22,11 @@ from bridge.runtime.tokenizer import Tokenizer
 
 _LONGEST = 1 << 20  # characters of a schema or an expression
 _SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # none but after these
+_VALUES = {"const", "enum", "default", "examples"}  # of schemas; what is in them is none
+_NAMED = {"properties", "$defs", "definitions"}  # whose keys are names
+# of objects that several schemas describe
+_JOINED = re.compile(r'"(allOf|not|if|patternProperties|dependentSchemas|unevaluatedProperties)": ')
+_OPEN = {"anyOf", "oneOf", "$ref"}  # beside properties, which several schemas then describe
 _SLASH = re.compile(r"\\.|/|\n", re.DOTALL)  # with what is escaped already
 _MOST_DIGITS = 16  # as many as a float64 holds
 _QUOTE, _BACKSLASH, _LINE_BREAK = b'"\\\n'
@@ -166,9 +171,27 @@ def _schema_text(schema: Any) -> str:
         parsed = json.loads(schema) if isinstance(schema, str) else dict(schema)
         if not isinstance(parsed, dict):
             raise TypeError(f"it is a {type(parsed).__name__}")
-        return json.dumps(parsed)
+        text = json.dumps(parsed)
+        return text if _JOINED.search(text) else json.dumps(_closed(parsed))
     except (TypeError, ValueError, RecursionError) as problem:
         raise BridgeError(f"{parameter('schema')} is not a JSON object: {problem}") from None
+
+
+def _closed(schema: Any) -> Any:
+    """A schema whose objects have no other properties than it names, unless it says so: a model would invent some."""
+    if isinstance(schema, list):
+        return [_closed(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {
+        key: part if key in _VALUES or ("properties" in schema and key in _OPEN)
+        else {name: _closed(inner) for name, inner in part.items()} if key in _NAMED and isinstance(part, dict)
+        else _closed(part)
+        for key, part in schema.items()
+    }  # fmt: skip
+    if "properties" in schema and not _OPEN & schema.keys():
+        closed.setdefault("additionalProperties", False)
+    return closed
 
 
 def _json_grammar(text: str) -> str:

@@ -13,6 +13,7 @@ import pytest
 import bridge
 from bridge.cli import main
 from bridge.errors import BridgeError
+from bridge.runtime.constraint import Constraint
 from bridge.runtime.model import Model
 from tests.conftest import CHECKPOINT
 
@@ -46,6 +47,12 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     "optional": {"type": "object", "properties": {"a": DIGIT, "b": WORD}, "additionalProperties": False},
     "unicode": closed(**{"größe": {"enum": ["klein", "groß", "日本"]}}),
     "tuple": {"type": "array", "prefixItems": [DIGIT, {"type": "boolean"}], "items": False, "minItems": 2},
+}  # fmt: skip
+
+
+OPEN = {"type": "object", "properties": {"a": DIGIT}, "required": ["a"]}  # other properties may be there
+NESTED = {
+    "$defs": {"open": OPEN}, "type": "object", "properties": {"inner": {"$ref": "#/$defs/open"}}, "required": ["inner"],
 }  # fmt: skip
 
 
@@ -150,3 +157,27 @@ def test_run_takes_a_schema_from_a_file(path: Path, tmp_path: Path, capsys: pyte
     for wrong, message in ((file, "not UTF-8"), (tmp_path / "none", "No such file"), (tmp_path, "Is a directory")):
         assert main(["run", str(path), "-p", "x", "--schema", str(wrong)]) == 2
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [OPEN, {"type": "array", "items": OPEN, "minItems": 1, "maxItems": 1}, {"anyOf": [OPEN]}, NESTED],
+)  # fmt: skip
+def test_a_model_invents_no_properties(schema: dict[str, Any], model: Model) -> None:
+    for seed in range(3):
+        text = "".join(model.generate("KING:", 200, schema=schema, temperature=5.0, top_k=0, min_p=0.0, seed=seed))
+        assert re.findall('"[a-z]+"', text) in (['"a"'], ['"inner"', '"a"'])
+
+
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [({**OPEN, "additionalProperties": {"type": "boolean"}}, '{"a": 1, "other": true}'),
+     ({"allOf": [OPEN, {"properties": {"b": DIGIT}, "required": ["b"]}]}, '{"a": 1, "b": 2}'),
+     ({**OPEN, "anyOf": [{"properties": {"b": DIGIT}, "required": ["b"]}]}, '{"a": 1, "b": 2}'),
+     ({"properties": {"properties": OPEN, "enum": OPEN}}, '{"properties": {"a": 1}, "enum": {"a": 2}}')],
+)  # fmt: skip
+def test_what_a_schema_allows_stays_allowed(schema: dict[str, Any], text: str, model: Model) -> None:
+    constraint = Constraint(model.tokenizer, schema)
+    for token in model.tokenizer.encode(text, add_special=False):
+        constraint.accept(token)  # raises where it may not come
+    jsonschema.validate(json.loads(text), schema)

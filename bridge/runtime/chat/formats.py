@@ -162,9 +162,12 @@ def thinking_marks(template: str) -> Thinking:
 def written_calls(functions: Sequence[Mapping[str, Any]], form: CallFormat) -> str:
     """Calls as text, each of a {"name", "arguments"}: in Python where the format is, else as JSON."""
     if "{python}" in form.call:
-        pairs = [(f["name"], ", ".join(f"{k}={v!r}" for k, v in f["arguments"].items())) for f in functions]
-        calls = f"[{', '.join(f'{name}({arguments})' for name, arguments in pairs)}]"
+        calls = [
+            f"{function['name']}({', '.join(f'{key}={value!r}' for key, value in function['arguments'].items())})"
+            for function in functions
+        ]
     else:
-        texts = [json.dumps(dict(zip(form.keys, (f["name"], f["arguments"]), strict=True))) for f in functions]
-        calls = f"[{', '.join(texts)}]" if form.listed else "\n".join(texts)
-    return form.begin + calls + form.end
+        named = [(form.keys[0], function["name"], form.keys[1], function["arguments"]) for function in functions]
+        calls = [json.dumps({a: name, b: arguments}, ensure_ascii=False) for a, name, b, arguments in named]
+    listed = form.listed or "[{" in form.call
+    return form.begin + (f"[{', '.join(calls)}]" if listed else "\n".join(calls)) + form.end
