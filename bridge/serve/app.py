@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
@@ -21,9 +22,11 @@ from starlette.routing import Route
 from bridge.errors import BridgeError
 from bridge.runtime.model import Model
 from bridge.runtime.replies.scoring import Pooler
-from bridge.serve import llama_server, request_json
+from bridge.serve import llama_server, ollama, request_json, responses_request
 from bridge.serve.engine import Engine, Job, Refused, Stream, Update
 from bridge.serve.metrics import Metrics
+from bridge.serve.ollama_answer import OllamaAnswer
+from bridge.serve.ollama_answer import problem as ollama_problem
 from bridge.serve.request_json import BadRequest, EmbeddingRequest, ReplyJobs, ReplyRequest
 from bridge.serve.response_json import (
     Answer,
@@ -35,6 +38,7 @@ from bridge.serve.response_json import (
     to_json,
     vectors,
 )
+from bridge.serve.responses_answer import ResponsesAnswer
 
 _BODY_SECONDS = 30  # within which a client must have sent its request
 _BODIES = 16  # of the largest size that are held at a time
@@ -46,6 +50,7 @@ _PAGE_POLICY = (
 _KINDS = {400: "invalid_request_error", 500: "server_error", 503: "service_unavailable"}  # of errors
 
 _Send = Callable[[Any], Awaitable[None]]
+_Endpoint = Callable[[Request], Awaitable[Response]]
 T = TypeVar("T")
 
 
@@ -83,32 +88,47 @@ def make_app(model: Model, limits: Limits, engine: Engine) -> Starlette:
         yield
         await engine.stop()
 
-    routes = [
-        Route("/", server.open_to_all(server.page)),
-        *(Route(path, server.open_to_all(server.health)) for path in ("/health", "/v1/health")),
-        Route("/metrics", server.with_key(server.metrics)),
-        *(Route(path, server.with_key(server.models)) for path in ("/v1/models", "/models")),
-        Route("/v1/models/{name:path}", server.with_key(server.model_named)),
-        Route("/v1/completions", server.with_key(server.completions), methods=["POST"]),
-        Route("/v1/chat/completions", server.with_key(server.chats), methods=["POST"]),
-        Route("/v1/embeddings", server.with_key(server.embeddings), methods=["POST"]),
-        Route("/props", server.with_key(server.properties)),
-        Route("/slots", server.with_key(server.slots)),
-        *(
-            Route(path, server.with_key(server.converting(convert)), methods=["POST"])
-            for path, convert in (
-                ("/tokenize", llama_server.tokenize), ("/detokenize", llama_server.detokenize),
-                ("/apply-template", llama_server.apply_template),
-            )
+    free = {"/": server.page, "/health": server.health, "/v1/health": server.health}
+    asked = {
+        "/metrics": server.metrics,
+        "/v1/models": server.models,
+        "/v1/models/{name:path}": server.model_named,
+        "/models": server.models,
+        "/props": server.properties,
+        "/slots": server.slots,
+        "/api/version": server.ollama_version,
+        "/api/tags": server.ollama_tags,
+        "/api/ps": server.ollama_running,
+    }
+    posted = {
+        "/v1/completions": server.completions(),
+        "/v1/chat/completions": server.chats(),
+        "/v1/responses": server.responses(),
+        "/v1/embeddings": server.embedding(
+            request_json.embeddings,
+            lambda found, tokens, asked: vectors(found, server.name, tokens, asked.in_base64),
         ),
-    ]  # fmt: skip
+        "/tokenize": server.converting(llama_server.tokenize),
+        "/detokenize": server.converting(llama_server.detokenize),
+        "/apply-template": server.converting(llama_server.apply_template),
+        "/api/chat": server.ollama(chat=True),
+        "/api/generate": server.ollama(chat=False),
+        "/api/show": server.converting(lambda body, _: server.card.show(body)),
+        "/api/embed": server.embedding(ollama.embed, server.card.embedded),
+        "/api/embeddings": server.embedding(ollama.embed, lambda found, *_: {"embedding": found[0].tolist()}),
+    }
+    routes = [
+        *(Route(path, server.open_to_all(endpoint)) for path, endpoint in free.items()),
+        *(Route(path, server.with_key(endpoint)) for path, endpoint in asked.items()),
+        *(Route(path, server.with_key(endpoint), methods=["POST"]) for path, endpoint in posted.items()),
+    ]
 
     async def not_found(request: Request, error: Any) -> Response:
         message = f"{request.method} {request.url.path}: this server has {', '.join(route.path for route in routes)}"
-        return _failed(error.status_code, message, "invalid_request_error")
+        return _failed(request, error.status_code, message, "invalid_request_error")
 
     async def unforeseen(request: Request, error: Exception) -> Response:
-        return _failed(500, f"the server failed: {type(error).__name__}", "server_error")
+        return _failed(request, 500, f"the server failed: {type(error).__name__}", "server_error")
 
     handlers: dict[Any, Any] = {404: not_found, 405: not_found, Exception: unforeseen}
     return Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
@@ -118,12 +138,13 @@ class _Server:
     def __init__(self, model: Model, limits: Limits, engine: Engine):
         self.model, self.limits, self.engine = model, limits, engine
         self.name = os.fsencode(model.path.stem).decode("utf-8", "replace")
+        self.card = ollama.ModelCard(model, self.name)
         self._metrics = Metrics()
         self._held = 0  # bytes of bodies
         page = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
         self._page = page.replace("MODEL_NAME", html.escape(self.name))
 
-    def open_to_all(self, answer: Callable[[Request], Awaitable[Response]]) -> Any:
+    def open_to_all(self, answer: _Endpoint) -> Any:
         """An endpoint that turns what is raised into answers, and counts."""
 
         async def endpoint(request: Request) -> Response:
@@ -134,20 +155,20 @@ class _Server:
                 response = await answer(request)
             except BadRequest as error:
                 message = self._without_path(str(error))
-                response = _failed(error.status, message, "invalid_request_error", error.field, error.code)
+                response = _failed(request, error.status, message, "invalid_request_error", error.field, error.code)
                 if error.status == 401:
                     response.headers["WWW-Authenticate"] = "Bearer"
             except BridgeError as error:
                 message = str(error).replace(
                     str(self.model.path), self.name
                 )  # where the file is, is no client's business
-                response = _failed(400, message, "invalid_request_error")
+                response = _failed(request, 400, message, "invalid_request_error")
             except Refused as error:
                 status, kind = (503, "service_unavailable") if error.stopping else (429, "rate_limit_error")
-                response = _failed(status, str(error), kind)
+                response = _failed(request, status, str(error), kind)
                 response.headers["Retry-After"] = "5"
             except _Failed as error:
-                response = _failed(error.status, str(error), _KINDS[error.status])
+                response = _failed(request, error.status, str(error), _KINDS[error.status])
             except ClientDisconnect:
                 response = Response(status_code=499)
             self._metrics.requests[request.scope["route"].path, response.status_code] += 1
@@ -159,7 +180,7 @@ class _Server:
         """A message that names the model instead of its file: where that is, is no client's business."""
         return message.replace(str(self.model.path), self.name)
 
-    def with_key(self, answer: Callable[[Request], Awaitable[Response]]) -> Any:
+    def with_key(self, answer: _Endpoint) -> Any:
         """An endpoint of `open_to_all` for clients that send the key."""
 
         async def checked(request: Request) -> Response:
@@ -206,7 +227,7 @@ class _Server:
     async def slots(self, request: Request) -> Response:
         return _Json(llama_server.slots(self.model, self.engine, self.limits.sequences))
 
-    def converting(self, convert: Callable[[Any, Model], Any]) -> Callable[[Request], Awaitable[Response]]:
+    def converting(self, convert: Callable[[Any, Model], Any]) -> _Endpoint:
         """What answers with what is made of a request's JSON, without the model's weights."""
 
         async def answer(request: Request) -> Response:
@@ -214,19 +235,47 @@ class _Server:
 
         return answer
 
-    async def completions(self, request: Request) -> Response:
+    def completions(self) -> _Endpoint:
         answer_of = partial(CompletionAnswer, self.name, self.model.tokenizer)
-        return await self.reply(request, request_json.completion, lambda asked: answer_of(asked.usage))
+        return self.replying(request_json.completion, lambda asked: answer_of(asked.usage))
 
-    async def chats(self, request: Request) -> Response:
+    def chats(self) -> _Endpoint:
         answer_of = partial(ChatAnswer, self.name, self.model.tokenizer)
-        return await self.reply(request, request_json.chat, lambda asked: answer_of(asked.usage))
+        return self.replying(request_json.chat, lambda asked: answer_of(asked.usage))
 
-    async def embeddings(self, request: Request) -> Response:
-        """A vector for each text."""
+    def responses(self) -> _Endpoint:
+        answer_of = partial(ResponsesAnswer, self.name, self.model.tokenizer)
+        return self.replying(responses_request.responses, lambda asked: answer_of(asked.repeated))
 
+    def ollama(self, chat: bool) -> _Endpoint:
+        answer_of = partial(OllamaAnswer, self.card.name, self.model.tokenizer, chat)
+        return self.replying(ollama.chat if chat else ollama.generate, lambda _: answer_of())
+
+    async def ollama_version(self, request: Request) -> Response:
+        return _Json({"version": ollama.VERSION})
+
+    async def ollama_tags(self, request: Request) -> Response:
+        return _Json({"models": [self.card.listed()]})
+
+    async def ollama_running(self, request: Request) -> Response:
+        return _Json({"models": [self.card.running()]})
+
+    def embedding(
+        self, read: Callable[[Any, Model, str], EmbeddingRequest],
+        answer_of: Callable[[list[np.ndarray], int, EmbeddingRequest], Any],
+    ) -> _Endpoint:  # fmt: skip
+        """What answers with a vector for each text; `answer_of` gets them and the number of their tokens."""
+
+        async def answer(request: Request) -> Response:
+            return _Json(answer_of(*await self._embedded(request, read)))
+
+        return answer
+
+    async def _embedded(
+        self, request: Request, read: Callable[[Any, Model, str], EmbeddingRequest]
+    ) -> tuple[list[np.ndarray], int, EmbeddingRequest]:
         def make(body: Any, awaited: Callable[[], bool]) -> tuple[EmbeddingRequest, list[Job], list[Pooler]]:
-            asked = request_json.embeddings(body, self.model, self.limits.pooling)
+            asked = read(body, self.model, self.limits.pooling)
             return asked, *request_json.embedding_jobs(asked, self.model, awaited)
 
         asked, jobs, poolers = await self._prepared(request, make)
@@ -238,7 +287,7 @@ class _Server:
             finally:
                 self.engine.release(streams)
         embedded = [pooler.vector(normalize=True, size=asked.size) for pooler in poolers]
-        return _Json(vectors(embedded, self.name, sum(len(job.prompt) for job in jobs), asked.in_base64))
+        return embedded, sum(len(job.prompt) for job in jobs), asked
 
     async def _prepared(self, request: Request, make: Callable[[Any, Callable[[], bool]], T]) -> T:
         """What `make` makes of a request's JSON while the client is there, see `Engine.aside`."""
@@ -271,11 +320,19 @@ class _Server:
         except TimeoutError:
             raise BadRequest(f"the body did not come within {_BODY_SECONDS} seconds", status=408) from None
 
-    async def reply(
+    def replying(
+        self, read: Callable[[Any, Model, Mapping[str, Any]], ReplyRequest], answer_of: Callable[[ReplyRequest], Answer]
+    ) -> _Endpoint:
+        """What answers requests for text."""
+
+        async def answer(request: Request) -> Response:
+            return await self._reply(request, read, answer_of)
+
+        return answer
+
+    async def _reply(
         self, request: Request, read: Callable[..., ReplyRequest], answer_of: Callable[[ReplyRequest], Answer]
     ) -> Response:
-        """The answer to a request for text."""
-
         def make(body: Any, awaited: Callable[[], bool]) -> tuple[ReplyRequest, ReplyJobs]:
             asked = read(body, self.model, self.limits.sampling)
             return asked, request_json.reply_jobs(asked, self.model, self.engine.most, awaited)
@@ -356,6 +413,8 @@ class _Failed(Exception):
 
 def _usage(jobs: ReplyJobs, streams: list[Stream]) -> Usage:
     """Prompts count once, however many replies they have."""
+    if not streams:
+        return Usage(0, 0, 0, 0, 0)
     generations = [stream.generation for stream in streams if stream.generation is not None]
     replies = sum(generation.drawn for generation in generations)
     each = max(1, len(streams) // max(1, len(jobs.prompts)))
@@ -440,8 +499,12 @@ class _Json(Response):
         return to_json(content)
 
 
-def _failed(status: int, message: str, kind: str, field: str | None = None, code: str | None = None) -> Response:
-    return _Json(problem(message, kind, field, code), status)
+def _failed(
+    request: Request, status: int, message: str, kind: str, field: str | None = None, code: str | None = None
+) -> Response:
+    """An error in the form of the interface that was asked."""
+    form = ollama_problem if request.url.path.startswith("/api/") else problem
+    return _Json(form(message, kind, field, code), status)
 
 
 def _is_local(host: str) -> bool:

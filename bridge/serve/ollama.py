@@ -7,9 +7,11 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
+
+import numpy as np
 
 from bridge.gguf_file.chat_template import thinking_switches
 from bridge.runtime.model import Model
@@ -45,10 +47,14 @@ def chat(body: Any, model: Model, defaults: Mapping[str, Any]) -> ReplyRequest:
     fields = RequestFields(body)
     asked = _common(fields, model)
     messages = fields.take("messages", of_type(list, "a list of messages"), [])
+    if not messages:
+        return _load(asked, model, defaults)
     asked["messages"] = [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
     asked["tools"] = fields.take("tools", anything)
     fields.end()
-    return request_json.chat(asked, model, defaults)
+    request = request_json.chat(asked, model, defaults)
+    request.grammar_field = "format"
+    return request
 
 
 def generate(body: Any, model: Model, defaults: Mapping[str, Any]) -> ReplyRequest:
@@ -63,10 +69,14 @@ def generate(body: Any, model: Model, defaults: Mapping[str, Any]) -> ReplyReque
     for key in ("images", "context"):
         fields.unchanged(key, [])
     fields.end()
+    if not prompt:
+        return _load(asked, model, defaults)
     if not raw:
         asked["messages"] = [{"role": "system", "content": system}] if system else []
         asked["messages"].append({"role": "user", "content": prompt})
-        return request_json.chat(asked, model, defaults)
+        request = request_json.chat(asked, model, defaults)
+        request.grammar_field = "format"
+        return request
     if system:
         raise BadRequest("system needs a chat template, and no raw; put it into the prompt", "system")
     if asked.pop("logprobs"):
@@ -76,6 +86,14 @@ def generate(body: Any, model: Model, defaults: Mapping[str, Any]) -> ReplyReque
     unlimited = asked["max_tokens"] is None
     request = request_json.completion({**asked, "prompt": prompt}, model, defaults)
     request.max_tokens = None if unlimited else request.max_tokens
+    request.grammar_field = "format"
+    return request
+
+
+def _load(asked: Mapping[str, Any], model: Model, defaults: Mapping[str, Any]) -> ReplyRequest:
+    """A request without a prompt, which has the model loaded, and no reply."""
+    request = request_json.completion({"prompt": " ", "stream": asked["stream"]}, model, defaults)
+    request.prompts = []
     return request
 
 
@@ -93,7 +111,13 @@ def _common(fields: RequestFields, model: Model) -> dict[str, Any]:
         schema = {"type": "object"} if form == "json" else form
         asked["response_format"] = {"type": "json_schema", "json_schema": {"schema": schema}}
     asked |= _options(fields.take("options", object_, {}), model)
-    return asked | _thinking(fields.take("think", of_type((bool, str), "true, false, low, medium or high")), model)
+    return asked | _thinking(fields.take("think", _think), model)
+
+
+def _think(value: Any, name: str) -> bool | str:
+    if not isinstance(value, bool | str):
+        raise BadRequest(f"{name} must be true, false, low, medium or high", name)
+    return value
 
 
 def _options(options: Any, model: Model) -> dict[str, Any]:
@@ -121,13 +145,10 @@ def _options(options: Any, model: Model) -> dict[str, Any]:
 def _thinking(think: bool | str | None, model: Model) -> dict[str, Any]:
     """What `think` means for the model's chat template."""
     template = model.chat_template or ""
-    if think is None:
-        return {}
+    if not think:
+        return {} if think is None else {"reasoning_effort": "none"}
     switches = thinking_switches(template)
-    if think is False:
-        return {"chat_template_kwargs": switches}
-    levels = "reasoning_effort" in template
-    if not (switches or levels or model.reply_form.thinks):
+    if not (switches or model.reply_form.thinks or "reasoning_effort" in template):
         raise BadRequest("think: the model does not think, or its chat template does not say so; leave it out", "think")
     on = {name: True for name, off in switches.items() if off is False}
     return {"chat_template_kwargs": on, "reasoning_effort": think if isinstance(think, str) else None}
@@ -190,7 +211,7 @@ class ModelCard:
         identity = f"{name} {file.nbytes} {changed}"  # a digest of all weights would take seconds
         self._digest = hashlib.sha256(identity.encode("utf-8", "surrogateescape")).hexdigest()
 
-    def named(self, name: str) -> None:
+    def _check_name(self, name: str) -> None:
         """Raise BadRequest if another model is asked for."""
         if name.removesuffix(TAG) + TAG != self.name:
             raise BadRequest(f"the model {name!r} is not served; this server has {self.name!r}", "model",
@@ -205,15 +226,25 @@ class ModelCard:
         """An entry of /api/ps."""
         return {**self.listed(), "expires_at": _NEVER, "size_vram": 0, "context_length": self._model.context}
 
-    def shown(self, verbose: bool) -> dict[str, Any]:
-        """The answer of /api/show; lists of the metadata only if `verbose`."""
+    def embedded(self, vectors: Sequence[np.ndarray], tokens: int, _: EmbeddingRequest) -> dict[str, Any]:
+        """The answer of /api/embed."""
+        embeddings = [vector.tolist() for vector in vectors]
+        return {"model": self.name, "embeddings": embeddings, "load_duration": 0, "prompt_eval_count": tokens}
+
+    def show(self, body: Any) -> dict[str, Any]:
+        """The body of /api/show -> its answer; lists of the metadata only if it is `verbose`."""
+        fields = RequestFields(body)
+        older = fields.take("name", _TEXT, self.name)
+        self._check_name(fields.take("model", _TEXT, older))
+        verbose = fields.take("verbose", flag, False)
+        fields.end()
         model, template = self._model, self._model.chat_template or ""
         values = {
             key: None if isinstance(value, list) and not verbose else value
             for key, value in model.file.metadata.items()
         }
         thinks = bool(thinking_switches(template)) or model.reply_form.thinks
-        abilities = {"completion": True, "embedding": True, "tools": model.takes_tools, "thinking": thinks}
+        abilities = {"completion": True, "embedding": True, "tools": bool(template), "thinking": thinks}
         return {
             "modelfile": f"FROM {model.path.name}\n", "parameters": "", "template": template, "license": "",
             "details": self._details, "modified_at": self._modified,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bridge.errors import BridgeError
-from bridge.gguf_file.chat_template import check_template_options
+from bridge.gguf_file.chat_template import check_template_options, thinking_switches
 from bridge.runtime.chat.parser import PlainParser, ReplyParser
 from bridge.runtime.chat.reading import Functions
 from bridge.runtime.constraint import GrammarRefused
@@ -85,7 +85,8 @@ class RequestFields(Fields):
     def unchanged(self, key: str, *neutral: Any) -> None:
         """A field that only values without an effect are taken for."""
         if self.take(key, anything, neutral[0]) not in neutral:
-            raise BadRequest(f"{key} is not supported; leave it out", key, "unsupported_parameter")
+            name = self._prefix + key
+            raise BadRequest(f"{name} is not supported; leave it out", name, "unsupported_parameter")
 
     def end(self) -> None:
         """Raise BadRequest where a field was not taken."""
@@ -166,6 +167,7 @@ class ReplyRequest:
     messages: list[dict[str, Any]] = field(default_factory=list)
     variables: dict[str, Any] = field(default_factory=dict)  # of the chat template, besides the messages
     tools: Tools = field(default_factory=lambda: Tools({}))
+    repeated: dict[str, Any] = field(default_factory=dict)  # what the answer says of the request
 
 
 def _common(fields: RequestFields, defaults: Mapping[str, Any]) -> ReplyRequest:
@@ -248,7 +250,7 @@ def _grammar(fields: RequestFields) -> tuple[dict[str, Any], str]:
     kind = form.take("type", _TEXT)
     grammar: dict[str, Any] = {}
     if kind == "json_object":
-        grammar["schema"] = {"type": "object"}
+        grammar["schema"], name = form.take("schema", _SCHEMA, {"type": "object"}), "response_format.schema"
     elif kind == "json_schema":
         inner = RequestFields(form.take("json_schema", object_, {}), "response_format.json_schema")
         grammar["schema"], name = inner.take("schema", _SCHEMA), "response_format.json_schema.schema"
@@ -267,22 +269,18 @@ def _grammar(fields: RequestFields) -> tuple[dict[str, Any], str]:
     return grammar, name
 
 
-def chat(body: Any, model: Model, defaults: Mapping[str, Any]) -> ReplyRequest:
-    """The body of /v1/chat/completions."""
+def chat(body: Any, model: Model, defaults: Mapping[str, Any], prompt_field: str = "messages") -> ReplyRequest:
+    """The body of /v1/chat/completions; `prompt_field`: what another interface calls the messages."""
+    if model.chat_template is None:
+        raise BadRequest("the model has no chat template, so that it takes no messages; send a prompt to "
+                         "/v1/completions", prompt_field, "unsupported_parameter")  # fmt: skip
     fields = RequestFields(body)
     newer = fields.take("max_completion_tokens", between(0, 1 << 31))
     asked = _common(fields, defaults)
     if newer is not None:
         asked.max_tokens = newer
-    asked.messages, asked.prompt_field = (
-        _messages(fields.take("messages", of_type(list, "a list of messages"))),
-        "messages",
-    )
-    if model.chat_template is None:
-        raise BadRequest(
-            "the model has no chat template, so that it takes no messages; send a prompt to /v1/completions",
-            "messages", "unsupported_parameter",
-        )  # fmt: skip
+    asked.prompt_field = prompt_field
+    asked.messages = _messages(fields.take("messages", of_type(list, "a list of messages")))
     wants = fields.take("logprobs", flag, False)
     top = fields.take("top_logprobs", between(0, MOST_TOP))
     if top is not None and not wants:
@@ -292,7 +290,9 @@ def chat(body: Any, model: Model, defaults: Mapping[str, Any]) -> ReplyRequest:
     with naming("chat_template_kwargs"):
         asked.variables = check_template_options(fields.take("chat_template_kwargs", object_, {}))
     effort = fields.take("reasoning_effort", _TEXT)
-    if effort is not None and "reasoning_effort" in model.chat_template:
+    if effort == "none":
+        asked.variables = {**thinking_switches(model.chat_template), **asked.variables}
+    elif effort is not None and "reasoning_effort" in model.chat_template:
         asked.variables.setdefault("reasoning_effort", effort)
     fields.take("verbosity", _TEXT)
     tools = fields.take("tools", of_type(list, "a list of tools"), [])
@@ -387,6 +387,8 @@ def reply_jobs(asked: ReplyRequest, model: Model, most: int, awaited: Callable[[
         with naming(asked.prompt_field):
             prompts = [model.chat_tokens(asked.messages, asked.variables, model.context)]
         prompts = [_ids_of(prompts[0], model, asked.prompt_field)]
+    if not prompts:
+        return result
     with naming("tools" if asked.tools.required else asked.grammar_field):
         sampler = Sampler.of(model.tokenizer, asked.logprobs, **_grammar_of(asked, model, prompts[0]),
                              **{**asked.sampling, "seed": asked.seed})  # fmt: skip

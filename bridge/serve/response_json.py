@@ -138,18 +138,19 @@ class ChatAnswer(_OpenAIAnswer):
 
     def _scored(self, tokens: Sequence[ScoredToken] | None) -> dict[str, Any] | None:
         """Probabilities as chats have them."""
-        if tokens is None:
-            return None
+        return None if tokens is None else {"content": token_logprobs(tokens, self._tokenizer), "refusal": None}
 
-        def one(token: int, logprob: float) -> dict[str, Any]:
-            piece = self._tokenizer.piece(token, special=True)
-            return {"token": piece.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(piece)}
 
-        content = [
-            {**one(t.token, t.logprob), "top_logprobs": [one(token, logprob) for token, logprob in t.top]}
-            for t in tokens
-        ]
-        return {"content": content, "refusal": None}
+def token_logprobs(tokens: Sequence[ScoredToken], tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """The probabilities of tokens, each with those of the most likely ones in its place."""
+
+    def one(token: int, logprob: float) -> dict[str, Any]:
+        piece = tokenizer.piece(token, special=True)
+        return {"token": piece.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(piece)}
+
+    return [
+        {**one(t.token, t.logprob), "top_logprobs": [one(token, logprob) for token, logprob in t.top]} for t in tokens
+    ]
 
 
 def _message(parts: Parts) -> dict[str, Any]:

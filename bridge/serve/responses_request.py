@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from bridge.runtime.model import Model
+from bridge.runtime.sampling import Sampling
 from bridge.serve import request_json
 from bridge.serve.request_json import MOST_TOP, BadRequest, ReplyRequest, RequestFields, between
 from bridge.system.fields import anything, flag, object_, of_type
@@ -24,6 +25,7 @@ _REMEMBERED = ("previous_response_id", "conversation", "prompt")  # by a server 
 def responses(body: Any, model: Model, defaults: Mapping[str, Any]) -> ReplyRequest:
     """The body of /v1/responses."""
     fields = RequestFields(body)
+    given = dict(fields.left)
     asked = {key: fields.take(key, anything) for key in _AS_THEY_ARE}
     for key in _REMEMBERED:
         if key in fields:
@@ -52,10 +54,25 @@ def responses(body: Any, model: Model, defaults: Mapping[str, Any]) -> ReplyRequ
     fields.unchanged("truncation", "disabled")
     fields.unchanged("background", False)
     fields.end()
-    request = request_json.chat(asked, model, defaults)
-    request.prompt_field = "input"
+    request = request_json.chat(asked, model, defaults, "input")
+    request.repeated = _repeated(given, Sampling(**request.sampling))
     request.grammar_field = "text.format.schema"
     return request
+
+
+def _repeated(given: Mapping[str, Any], how: Sampling) -> dict[str, Any]:
+    """The fields that the answer says again, with what they are where the request does not say."""
+    defaults: dict[str, Any] = {
+        "instructions": None, "max_output_tokens": None, "max_tool_calls": None, "metadata": {},
+        "parallel_tool_calls": True, "prompt_cache_key": None, "safety_identifier": None, "service_tier": "default",
+        "store": False, "tool_choice": "auto", "tools": [], "top_logprobs": 0, "truncation": "disabled", "user": None,
+    }  # fmt: skip
+    return {
+        **{name: given.get(name, default) for name, default in defaults.items()},
+        "temperature": how.temperature, "top_p": how.top_p,
+        "reasoning": {"effort": None, "summary": None, **given.get("reasoning", {})},
+        "text": {"format": {"type": "text"}, **given.get("text", {})},
+    }  # fmt: skip
 
 
 def _messages(instructions: str | None, given: Any) -> list[dict[str, Any]]:

@@ -256,6 +256,23 @@ def test_the_effort_of_reasoning_reaches_a_template_that_asks_for_it(path: Path,
     assert found == alone(reference, "high: Speak.", 5)
 
 
+def test_no_effort_of_reasoning_turns_off_what_the_template_can(path: Path, reference: Model) -> None:
+    template = "{{ messages[0].content }}<think>{% if enable_thinking is false %}</think>{% endif %}"
+    other = bridge.Model.load(changed(path, path.with_name("switch.gguf"), chat_template=template), context=500)
+    with client_of(other) as client:
+        thinks = chat(client, max_tokens=5)["choices"][0]["message"]
+        found = chat(client, max_tokens=5, reasoning_effort="none")["choices"][0]["message"]
+    assert thinks["reasoning_content"]
+    assert "reasoning_content" not in found
+    assert found["content"] == alone(reference, "Speak.<think></think>", 5).lstrip()
+
+
+def test_an_object_of_a_schema_is_asked_for_as_of_llama_server(client: Any) -> None:
+    pytest.importorskip("llguidance")
+    form = {"type": "json_object", "schema": {"const": {"a": 1}}}
+    assert chat(client, response_format=form)["choices"][0]["message"]["content"] == '{"a": 1}'
+
+
 def test_a_model_without_a_chat_template_says_where_prompts_go(path: Path, model: Model) -> None:
     with client_of(bridge.Model.load(path.with_name("plain.gguf"), context=500)) as client:
         answer = client.post("/v1/chat/completions", json={"messages": SAY})

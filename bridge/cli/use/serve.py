@@ -1,4 +1,4 @@
-"""`gguf-bridge serve`: a model behind OpenAI's HTTP interface, and a page to chat with it."""
+"""`gguf-bridge serve`: a model behind OpenAI's and Ollama's HTTP interfaces, and a page to chat with it."""
 
 import argparse
 import os
