@@ -172,6 +172,6 @@ def test_langchain_binds_tools_and_gets_structured_output(running: Server) -> No
     assert call["name"] in ("roll_dice", "time")
     chunks = [chunk for message in bound.stream("Speak.") for chunk in message.tool_call_chunks]
     assert [chunk["name"] for chunk in chunks] == [call["name"]]
-    Number = pydantic.create_model("Number", number=(int, ...))  # noqa: N806 - a class
+    Number = pydantic.create_model("Number", number=(int, ...))
     for method in ("function_calling", "json_schema"):
         assert isinstance(model.with_structured_output(Number, method=method).invoke("Speak."), Number)
