@@ -29,7 +29,6 @@ _JOINED = re.compile(r'"(allOf|not|if|patternProperties|dependentSchemas|unevalu
 _OPEN = {"anyOf", "oneOf", "$ref"}  # beside properties, which several schemas then describe
 _SLASH = re.compile(r"\\.|/|\n", re.DOTALL)  # with what is escaped already
 _MOST_DIGITS = 16  # as many as a float64 holds
-_QUOTE, _BACKSLASH, _LINE_BREAK = b'"\\\n'
 _known: weakref.WeakKeyDictionary[Tokenizer, Any] = weakref.WeakKeyDictionary()  # each with what `_tokens_of` returns
 
 # words of what llguidance says -> what it means
@@ -81,7 +80,7 @@ class Constraint:
         if len(text) > _LONGEST:
             raise BridgeError(f"{parameter(self._name)} has {len(text)} characters; the most is {_LONGEST}")
         self.vocab = len(tokenizer)
-        self._tokenizer, self._digits = tokenizer, _Digits() if schema is not None else None
+        self._tokenizer, self._digits = tokenizer, None if regex is not None else 0
         try:
             if around is not None:
                 rule = "" if not text else json_rule(text) if regex is None else f"/{_SLASH.sub(_escaped, text)}/"
@@ -100,7 +99,7 @@ class Constraint:
     def copy(self) -> Self:
         """What may follow the same tokens, for a reply of its own; the grammar is compiled once for all."""
         other = copy.copy(self)
-        other._matcher, other._digits = self._matcher.deep_copy(), copy.copy(self._digits)
+        other._matcher = self._matcher.deep_copy()
         return other
 
     @property
@@ -113,9 +112,10 @@ class Constraint:
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         if self._matcher.is_error():
             raise self._failed(self._matcher.get_error())
-        if self._digits is not None and self._digits.count >= _MOST_DIGITS:
+        if self._digits is not None and self._digits >= _MOST_DIGITS:
             others = bits & ~self._starts_with_digit
-            return others if others.any() else bits
+            if others.any() and np.unpackbits(others).sum() < self.vocab // 2:  # not in a text, where all may come
+                return others
         return bits
 
     def accept(self, token: int) -> None:
@@ -123,7 +123,9 @@ class Constraint:
         if not self._matcher.consume_token(token):
             raise self._failed(self._matcher.get_error())
         if self._digits is not None:
-            self._digits.add(self._tokenizer.piece(token))
+            piece = self._tokenizer.piece(token)
+            digits = len(piece) - len(piece.rstrip(b"0123456789"))
+            self._digits = digits + (self._digits if digits == len(piece) else 0)
 
     def _failed(self, said: str) -> BridgeError:
         return GrammarRefused(self._name, _reason(said))
@@ -138,31 +140,6 @@ def _reason(said: str) -> str:
         return f"it has keywords that are not supported: {', '.join(json.loads(found[1]))}"
     said = re.sub(r"^at .*?: (failed to compile JSON schema: )?", "", said.strip().partition("\n")[0])  # the place
     return next((meaning for words, meaning in _MEANINGS.items() if words in said), said)
-
-
-class _Digits:
-    """Of a JSON text that comes in parts: `count` digits of a number are the last of it.
-
-    It has no line breaks, so that quotation marks before one, in what the model thinks first, say nothing.
-    """
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._quoted = self._escaped = False  # within a string, and after a backslash there
-
-    def add(self, part: bytes) -> None:
-        for byte in part:
-            if byte == _LINE_BREAK:
-                self._quoted = self._escaped = False
-                self.count = 0
-            elif self._escaped:
-                self._escaped = False
-            elif byte == _QUOTE:
-                self._quoted, self.count = not self._quoted, 0
-            elif self._quoted:
-                self._escaped = byte == _BACKSLASH
-            else:
-                self.count = self.count + 1 if b"0"[0] <= byte <= b"9"[0] else 0
 
 
 def _schema_text(schema: Any) -> str:
