@@ -17,7 +17,7 @@ COMMANDS = {
     "perplexity": ("use.run", "measure how well a GGUF predicts a text"),
     "chat": ("use.chat", "talk with a GGUF or a checkpoint, line by line; /help lists what can be done"),
     "serve": ("use.serve",
-              "answer OpenAI's and Ollama's clients over HTTP with a GGUF or a checkpoint, and a browser with a page"),
+              "answer OpenAI's and Ollama's clients over HTTP, with a GGUF or a checkpoint, and serve a page to chat"),
     "bench": ("use.bench", "time products with quantized weights, compared with the memory's own speed"),
     "warmup": ("use.warmup",
                "compile the kernels that a model needs on this CPU, so that its first run does not wait for them"),

@@ -8,6 +8,7 @@
     ollama.py, ollama_answer.py  the same of Ollama's interface
     llama_server.py      llama-server's own paths: tokens, settings, sequences
     engine.py            one thread that owns the model and advances a `Batch`; asyncio in front of it
+    streams.py           what comes from there as responses, while the client is there
     metrics.py           counts, in the text format of Prometheus
     page.html            the chat at /
 

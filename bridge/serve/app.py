@@ -6,7 +6,7 @@ import html
 import ipaddress
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -39,6 +39,7 @@ from bridge.serve.response_json import (
     vectors,
 )
 from bridge.serve.responses_answer import ResponsesAnswer
+from bridge.serve.streams import ReplyFailed, StreamResponse, gathered, reply_of, while_connected
 
 _BODY_SECONDS = 30  # within which a client must have sent its request
 _BODIES = 16  # of the largest size that are held at a time
@@ -49,7 +50,6 @@ _PAGE_POLICY = (
 
 _KINDS = {400: "invalid_request_error", 500: "server_error", 503: "service_unavailable"}  # of errors
 
-_Send = Callable[[Any], Awaitable[None]]
 _Endpoint = Callable[[Request], Awaitable[Response]]
 T = TypeVar("T")
 
@@ -167,7 +167,7 @@ class _Server:
                 status, kind = (503, "service_unavailable") if error.stopping else (429, "rate_limit_error")
                 response = _failed(request, status, str(error), kind)
                 response.headers["Retry-After"] = "5"
-            except _Failed as error:
+            except ReplyFailed as error:
                 response = _failed(request, error.status, str(error), _KINDS[error.status])
             except ClientDisconnect:
                 response = Response(status_code=499)
@@ -283,7 +283,7 @@ class _Server:
         for first in range(0, len(jobs), size):
             streams = self.engine.submit(jobs[first : first + size])
             try:
-                await _while_connected(request, _gathered(map(_all, streams)))
+                await while_connected(request, gathered(map(reply_of, streams)))
             finally:
                 self.engine.release(streams)
         embedded = [pooler.vector(normalize=True, size=asked.size) for pooler in poolers]
@@ -296,7 +296,7 @@ class _Server:
             await self._read(request, data)
             self.engine.check_room()
             work = self.engine.aside(lambda awaited: make(request_json.json_of(data), awaited))
-            return await _while_connected(request, work)
+            return await while_connected(request, work)
         finally:
             self._held -= len(data)
 
@@ -342,9 +342,9 @@ class _Server:
         streams = self.engine.submit(jobs.jobs)
         if asked.stream:
             events = self._events(answer, asked, jobs, streams)
-            return _Events(events, answer.media_type, lambda: self.engine.release(streams))
+            return StreamResponse(events, answer.media_type, lambda: self.engine.release(streams))
         try:
-            updates = await _while_connected(request, _gathered(_all(s, self._metrics.first_token) for s in streams))
+            updates = await while_connected(request, gathered(reply_of(s, self._metrics.first_token) for s in streams))
         finally:
             self.engine.release(streams)
         replies = []
@@ -403,14 +403,6 @@ def _ended(finish: str | None, called: bool) -> str | None:
     return "tool_calls" if called and finish == "stop" else finish
 
 
-class _Failed(Exception):
-    """A reply that was under way failed."""
-
-    def __init__(self, message: str, status: int):
-        super().__init__(message)
-        self.status = status
-
-
 def _usage(jobs: ReplyJobs, streams: list[Stream]) -> Usage:
     """Prompts count once, however many replies they have."""
     if not streams:
@@ -421,75 +413,6 @@ def _usage(jobs: ReplyJobs, streams: list[Stream]) -> Usage:
     kept = sum(generation.kept for generation in generations[::each])
     begun, first = min(stream.begun for stream in streams), min(stream.first for stream in streams)
     return Usage(sum(map(len, jobs.prompts)), replies, kept, first - begun, time.monotonic() - begun)
-
-
-async def _all(stream: Stream, first_token: Callable[[float], None] | None = None) -> tuple[str, list[Any], str]:
-    """The text of a reply, its tokens, and how it ended. Raises _Failed where it failed."""
-    texts, tokens, finish = list[str](), list[Any](), ""
-    async for update in stream:
-        if first_token is not None:
-            first_token(stream.first - stream.begun)
-            first_token = None
-        if update.error is not None:
-            raise _Failed(update.error, update.status)
-        texts.append(update.text)
-        tokens += update.tokens
-        finish = update.finish or finish
-    return "".join(texts), tokens, finish
-
-
-async def _gathered(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """All results; where one fails, the others are cancelled."""
-    tasks = [asyncio.ensure_future(work) for work in works]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-
-
-async def _while_connected(request: Request, coroutine: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine, which is cancelled when the client goes; ClientDisconnect then."""
-
-    async def gone() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    work, watch = asyncio.ensure_future(coroutine), asyncio.ensure_future(gone())
-    try:
-        await asyncio.wait([work, watch], return_when=asyncio.FIRST_COMPLETED)
-        if not work.done():
-            raise ClientDisconnect
-        return work.result()
-    finally:
-        watch.cancel()
-        work.cancel()
-        with suppress(Exception, asyncio.CancelledError):
-            await work
-
-
-class _Events(Response):
-    """A stream, until it ends or the client goes; `release` is called then, whatever happened."""
-
-    def __init__(self, events: AsyncIterator[bytes], media_type: str, release: Callable[[], None]):
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(media_type=media_type, headers=headers)
-        del self.headers["content-length"]
-        self._source, self._release = events, release
-
-    async def __call__(self, scope: Any, receive: Any, send: _Send) -> None:
-        try:
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            with suppress(ClientDisconnect, OSError):
-                await _while_connected(Request(scope, receive), self._pass_on(send))
-        finally:
-            self._release()
-
-    async def _pass_on(self, send: _Send) -> None:
-        async for data in self._source:
-            if data:
-                await send({"type": "http.response.body", "body": data, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 class _Json(Response):

@@ -80,7 +80,7 @@ def generate(body: Any, model: Model, defaults: Mapping[str, Any]) -> ReplyReque
     if system:
         raise BadRequest("system needs a chat template, and no raw; put it into the prompt", "system")
     if asked.pop("logprobs"):
-        asked["logprobs"] = asked["top_logprobs"] or 0
+        asked["logprobs"] = asked.get("top_logprobs") or 0
     for key in ("top_logprobs", "chat_template_kwargs", "reasoning_effort"):
         asked.pop(key, None)
     unlimited = asked["max_tokens"] is None
@@ -103,7 +103,12 @@ def _common(fields: RequestFields, model: Model) -> dict[str, Any]:
         "model": fields.take("model", _TEXT), "stream": fields.take("stream", flag, True),
         "logprobs": fields.take("logprobs", flag, False), "top_logprobs": fields.take("top_logprobs", _INTEGER),
     }  # fmt: skip
+    if not asked["logprobs"] and not asked["top_logprobs"]:
+        del asked["top_logprobs"]
     fields.take("keep_alive", anything)
+    for key in ("truncate", "shift"):  # what is too long for the context is refused, and a reply ends where it is full
+        fields.take(key, flag)
+    fields.unchanged("_debug_render_only", False)
     form = fields.take("format", of_type((str, dict), "json or a JSON schema"), "")
     if isinstance(form, str) and form not in ("", "json"):
         raise BadRequest("format must be json or a JSON schema", "format")
@@ -170,9 +175,14 @@ def _message(message: Any, where: str) -> Any:
 
 
 def _call(call: Any, where: str) -> dict[str, Any]:
-    function = RequestFields(RequestFields(call, where).needed("function", object_), f"{where}.function")
+    fields = RequestFields(call, where)
+    function = RequestFields(fields.needed("function", object_), f"{where}.function")
     name, arguments = function.needed("name", _TEXT), function.take("arguments", object_, {})
-    return {"type": "function", "id": where, "function": {"name": name, "arguments": json.dumps(arguments)}}
+    return {
+        "type": "function",
+        "id": fields.take("id", _TEXT, where),
+        "function": {"name": name, "arguments": json.dumps(arguments)},
+    }
 
 
 def embed(body: Any, model: Model, pooling: str) -> EmbeddingRequest:
@@ -186,9 +196,7 @@ def embed(body: Any, model: Model, pooling: str) -> EmbeddingRequest:
              "dimensions": fields.take("dimensions", _INTEGER), "model": fields.take("model", _TEXT)}  # fmt: skip
     fields.end()
     request = request_json.embeddings(asked, model, pooling)
-    if cut:
-        within = model.tokenizer.encode_within
-        request.texts = [within(t, model.context)[: model.context] if isinstance(t, str) else t for t in request.texts]
+    request.cut = cut
     return request
 
 
@@ -234,9 +242,11 @@ class ModelCard:
     def show(self, body: Any) -> dict[str, Any]:
         """The body of /api/show -> its answer; lists of the metadata only if it is `verbose`."""
         fields = RequestFields(body)
-        older = fields.take("name", _TEXT, self.name)
-        self._check_name(fields.take("model", _TEXT, older))
+        older = fields.take("name", _TEXT, "")
+        self._check_name(fields.take("model", _TEXT, "") or older or self.name)
         verbose = fields.take("verbose", flag, False)
+        for key, neutral in (("system", ""), ("template", ""), ("options", {})):  # as Ollama's command sends them
+            fields.unchanged(key, neutral)
         fields.end()
         model, template = self._model, self._model.chat_template or ""
         values = {

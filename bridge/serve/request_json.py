@@ -439,10 +439,11 @@ def _around(asked: ReplyRequest, model: Model, prompt: Sequence[int]) -> Callabl
     return lambda rule: model.reply_form.grammar(prompt, rule, tools.functions or None, tools.several, free)
 
 
-def _ids_of(prompt: Any, model: Model, name: str) -> list[int]:
-    """The token ids of a text, or these ids; BadRequest unless the model takes them."""
+def _ids_of(prompt: Any, model: Model, name: str, cut: bool = False) -> list[int]:
+    """The token ids of a text, or these ids; BadRequest unless the model takes them; `cut`: or as many as it takes."""
     with naming(name):
         ids = model.tokenizer.encode_within(prompt, model.context) if isinstance(prompt, str) else prompt
+        ids = ids[: model.context] if cut else ids
         if len(ids) > model.context:  # of a text that is much longer, not all were counted
             raise BadRequest(f"the prompt has at least {len(ids)} tokens; the context holds {model.context}", name,
                              "context_length_exceeded")  # fmt: skip
@@ -457,6 +458,7 @@ class EmbeddingRequest:
     pooling: str
     size: int | None  # numbers of a vector, where not all are wanted
     in_base64: bool
+    cut: bool = False  # whether of a text that is too long the begin is enough
 
 
 def embeddings(body: Any, model: Model, pooling: str) -> EmbeddingRequest:
@@ -482,7 +484,7 @@ def embedding_jobs(
     for text in asked.texts:
         if not awaited():
             break
-        ids = _ids_of(text, model, "input")
+        ids = _ids_of(text, model, "input", asked.cut)
         poolers.append(Pooler(asked.pooling))
         jobs.append(Job(Sampler.of(model.tokenizer), ids, 0, [], reader=poolers[-1]))
     return jobs, poolers

@@ -86,6 +86,9 @@ def _messages(instructions: str | None, given: Any) -> list[dict[str, Any]]:
     for i, item in enumerate(given):
         where = f"input[{i}]"
         message = _item(RequestFields(item, where), where)
+        if i == 0 and messages and message["role"] in ("system", "developer"):  # templates take one
+            messages[0]["content"] += f"\n\n{message['content']}"
+            continue
         if message["role"] != "assistant":
             turn = None
         elif turn is not None and not (turn["content"] and message["content"]):

@@ -171,6 +171,23 @@ def test_what_the_model_thinks_is_no_part_of_what_it_says(chat: bool, path: Path
     assert "thinking" not in (off["message"] if chat else off)
 
 
+def test_fields_that_ollamas_command_sends_empty_change_nothing(client: Any, model: Model) -> None:
+    asked: dict[str, Any] = {"options": None, "truncate": True, "shift": True, "_debug_render_only": False,
+                             "top_logprobs": 0, "stream": False}  # fmt: skip
+    empty = {"suffix": "", "system": "", "template": "", "context": None, "images": []}
+    options = {"temperature": 0, "num_predict": 3}
+    plain = posted(client, "/api/generate", prompt="Speak.", options=options, stream=False)["response"]
+    assert (
+        posted(client, "/api/generate", prompt="Speak.", **{**asked, **empty, "options": options})["response"] == plain
+    )
+    assert posted(client, "/api/chat", messages=SAY, **{**asked, "options": options})["message"]["content"] == plain
+    assert posted(client, "/api/show", name="", system="", template="", options=None)["template"] == TEMPLATE
+    call = {"id": "c7", "function": {"index": 0, "name": "paint", "arguments": {}}}
+    turn = {"role": "assistant", "tool_calls": [call]}
+    (message,) = ollama_request.chat({"messages": [turn]}, model, {}).messages
+    assert message["tool_calls"][0]["id"] == "c7"
+
+
 def test_a_request_without_a_prompt_only_loads(client: Any) -> None:
     for url, body in (("/api/generate", {}), ("/api/chat", {"messages": []}), ("/api/chat", {})):
         found = posted(client, url, **body, keep_alive=-1, stream=False)

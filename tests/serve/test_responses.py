@@ -145,6 +145,12 @@ def test_items_of_one_turn_are_one_message(path: Path) -> None:
     assert other.chat_text(responses({"input": turns}, other, {}).messages) == expected
 
 
+def test_instructions_and_a_first_message_of_the_developer_are_one_message(model: Model) -> None:
+    turns = [{"role": "developer", "content": "No names."}, {"role": "user", "content": "Speak."}]
+    messages = responses({"input": turns, "instructions": "Be brief."}, model, {}).messages
+    assert messages == [{"role": "system", "content": "Be brief.\n\nNo names."}, {"role": "user", "content": "Speak."}]
+
+
 def test_what_the_model_thinks_is_an_item_of_its_own(path: Path) -> None:
     template = "{{ messages[0].content }}<think>{% if false %}</think>{% endif %}"
     other = bridge.Model.load(changed(path, path.with_name("thinking.gguf"), chat_template=template), context=500)
