@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -89,10 +90,12 @@ class Browser:
 class Page:
     """A page with a storage of its own, in a window of this width."""
 
-    def __init__(self, browser: Browser, url: str, width: int = 1280, scheme: str = "light", before: str = ""):
-        self.browser, self.width = browser, width
-        self._context = browser.call("Target.createBrowserContext")["browserContextId"]
-        target = browser.call("Target.createTarget", url="about:blank", browserContextId=self._context)["targetId"]
+    def __init__(
+        self, browser: Browser, url: str, width: int = 1280, scheme: str = "light", before: str = "", context: str = ""
+    ):
+        self.browser = browser
+        self.context = context or browser.call("Target.createBrowserContext")["browserContextId"]
+        target = browser.call("Target.createTarget", url="about:blank", browserContextId=self.context)["targetId"]
         self._session = browser.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         self.errors = browser.errors[self._session] = []
         for domain in ("Runtime", "Page", "Log"):
@@ -119,10 +122,17 @@ class Page:
         return found["result"].get("value")
 
     def wait(self, expression: str) -> None:
+        self.wait_for(lambda: self.value(f"Boolean({expression})"), expression)
+
+    def wait_for(self, condition: Callable[[], Any], name: str = "") -> None:
         end = time.monotonic() + min(PATIENCE, 120)
-        while not self.value(f"Boolean({expression})"):
-            assert time.monotonic() < end, (expression, self.errors)
+        while not condition():
+            assert time.monotonic() < end, (name, self.errors)
             time.sleep(0.02)
+
+    def window(self, url: str) -> Page:
+        """Another window of the same browser, with the same storage; it ends with this page."""
+        return Page(self.browser, url, context=self.context)
 
     def texts(self, selector: str) -> list[str]:
         return self.value(f"[...document.querySelectorAll({json.dumps(selector)})].map(node => node.textContent)")
@@ -154,7 +164,7 @@ class Page:
         path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot")["data"]))
 
     def close(self) -> None:
-        self.browser.call("Target.disposeBrowserContext", browserContextId=self._context)
+        self.browser.call("Target.disposeBrowserContext", browserContextId=self.context)
 
 
 class Lost:
