@@ -112,6 +112,11 @@ class Page:
         self.call("Page.navigate", url=url)
         self.wait(f"location.href.startsWith({json.dumps(url)}) && document.readyState === 'complete'")
 
+    def reload(self) -> None:
+        self.value("globalThis.isOld = true")
+        self.call("Page.reload")
+        self.wait("typeof isOld === 'undefined' && document.readyState === 'complete'")
+
     def call(self, method: str, **parameters: Any) -> Any:
         return self.browser.call(method, self._session, **parameters)
 
