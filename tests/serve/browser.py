@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -219,10 +220,8 @@ class ScriptedServer:
                     self.answer(script[0], "application/json", json.dumps({"error": {"message": script[1]}}).encode())
                     return
                 self.answer(200, "text/event-stream", b"")
-                try:
+                with suppress(OSError):  # the page went
                     self.stream(script)
-                except OSError:  # the page went
-                    pass
 
             def stream(self, script: list[Any]) -> None:
                 finish, count = "stop", 0
