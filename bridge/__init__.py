@@ -19,8 +19,47 @@ Everything is imported when first used, so `import bridge` costs nothing.
 
 import importlib
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+if TYPE_CHECKING:  # where the names come from, for editors and type checkers
+    from bridge import nn, quantize, trellis
+    from bridge.checkpoint import open_checkpoint
+    from bridge.checkpoint.repack import repack
+    from bridge.conversion.checkpoints.export import export
+    from bridge.conversion.converter import convert
+    from bridge.conversion.edit import edit
+    from bridge.conversion.lora import convert_lora
+    from bridge.conversion.model import Model
+    from bridge.conversion.planning.options import Budget
+    from bridge.conversion.publish.upload import upload
+    from bridge.conversion.writing.report import Report
+    from bridge.conversion.writing.verify import verify
+    from bridge.errors import BridgeError
+    from bridge.quantize.settings import Calibration
+    from bridge.runtime import open_gguf
+    from bridge.runtime.quant_tensor import QuantTensor
+
+__all__ = [
+    "BridgeError",
+    "Budget",
+    "Calibration",
+    "Model",
+    "QuantTensor",
+    "Report",
+    "__version__",
+    "convert",
+    "convert_lora",
+    "edit",
+    "export",
+    "nn",
+    "open_checkpoint",
+    "open_gguf",
+    "quantize",
+    "repack",
+    "trellis",
+    "upload",
+    "verify",
+]
 __version__ = "0.2.0"
 
 _LAZY = {
@@ -47,17 +86,18 @@ if (Path(__file__).parent.parent / "cuda" / "decoder.py").is_file():
     __path__.append(str(Path(__file__).parent.parent))
 
 
-def __getattr__(name: str) -> Any:
-    value: Any
-    if name in _LAZY:
-        value = getattr(importlib.import_module(_LAZY[name]), name)
-    elif name in _LAZY_MODULES:
-        value = importlib.import_module(_LAZY_MODULES[name])
-    else:
-        raise AttributeError(f"module 'bridge' has no attribute {name!r}")
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # for whom this would be a module with any name
+
+    def __getattr__(name: str) -> Any:
+        if name in _LAZY:
+            value = getattr(importlib.import_module(_LAZY[name]), name)
+        elif name in _LAZY_MODULES:
+            value = importlib.import_module(_LAZY_MODULES[name])
+        else:
+            raise AttributeError(f"module 'bridge' has no attribute {name!r}")
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_LAZY, *_LAZY_MODULES])
+    return __all__

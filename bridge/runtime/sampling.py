@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, Self, TypedDict, Unpack
 
 import numpy as np
 
@@ -99,6 +99,26 @@ class Sampling:
     def penalizes(self) -> bool:
         """Whether it matters which tokens were seen."""
         return self.repeat_penalty != 1 and self.repeat_last_n != 0
+
+
+class SamplingKeywords(TypedDict, total=False):
+    """The fields of `Sampling`, as keywords of functions."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int | None
+    repeat_penalty: float
+    repeat_last_n: int
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] | None
+
+
+class ReplyKeywords(SamplingKeywords, total=False):
+    """Those of `Sampling`, and of what a reply has to fit; see `Constraint`."""
+
+    schema: Mapping[str, Any] | str | None
+    regex: str | None
 
 
 # the fields that are one number each, and its type
@@ -190,8 +210,9 @@ class Sampler:
 
     @classmethod
     def of(
-        cls, tokenizer: Tokenizer, logprobs: int | None = None, schema: Any = None, regex: Any = None, **sampling: Any
-    ) -> Self:
+        cls, tokenizer: Tokenizer, logprobs: int | None = None, schema: Mapping[str, Any] | str | None = None,
+        regex: str | None = None, **sampling: Unpack[SamplingKeywords],
+    ) -> Self:  # fmt: skip
         """A sampler for fields of `Sampling`, and for what `Constraint` takes."""
         how = Sampling(**sampling)
         free = schema is None and regex is None

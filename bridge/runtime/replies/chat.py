@@ -50,6 +50,12 @@ class ChatTemplate:
         plain = isinstance(messages, Sequence) and not isinstance(messages, str | bytes)
         if not plain or not all(isinstance(message, Mapping) for message in messages):
             raise BridgeError('the messages of a chat must be a list: [{"role": "user", "content": "..."}, ...]')
+        for number, message in enumerate(messages):
+            calls = message.get("role") == "assistant" and message.get("tool_calls")
+            needed = ("role",) if calls else ("role", "content")
+            for key in needed:
+                if message.get(key) is None:
+                    raise BridgeError(f'message {number} has no {key}; it must be {{"role": ..., "content": ...}}')
         extra = check_template_options({} if options is None else options)
         template = self._for_tools if extra.get("tools") and self._for_tools else self.text
         if template is None:
