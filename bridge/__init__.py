@@ -8,6 +8,7 @@
     bridge.nn.replace_linears(model, "model.gguf")        a GGUF's weights under a transformers model
     bridge.nn.replace_trellis(model, "folder")            the same for a trellis-coded checkpoint
     bridge.verify("model.gguf", "folder")                 how close a GGUF on disk is to its checkpoint
+    bridge.quantize_gguf("org/model", "q4.gguf", "Q4_K")  a float model -> GGUF, with a calibration text
     bridge.quantize.gptq(module, batches)                 any torch module, quantized in place
     bridge.repack("model-gptq", "model-v2", "gptq_v2")    GPTQ v1 <-> v2, labels mended
     bridge.export("model.gguf", "folder", config="model") GGUF -> checkpoint, with its codes
@@ -32,6 +33,7 @@ if TYPE_CHECKING:  # where the names come from, for editors and type checkers
     from bridge.conversion.model import Model
     from bridge.conversion.planning.options import Budget
     from bridge.conversion.publish.upload import upload
+    from bridge.conversion.quantize_gguf import quantize_gguf
     from bridge.conversion.writing.report import Report
     from bridge.conversion.writing.verify import verify
     from bridge.errors import BridgeError
@@ -55,6 +57,7 @@ __all__ = [
     "open_checkpoint",
     "open_gguf",
     "quantize",
+    "quantize_gguf",
     "repack",
     "trellis",
     "upload",
@@ -73,6 +76,7 @@ _LAZY = {
     "edit": "bridge.conversion.edit",
     "export": "bridge.conversion.checkpoints.export",
     "open_checkpoint": "bridge.checkpoint",
+    "quantize_gguf": "bridge.conversion.quantize_gguf",
     "repack": "bridge.checkpoint.repack",
     "open_gguf": "bridge.runtime",
     "Model": "bridge.conversion.model",

@@ -172,7 +172,8 @@ def _kind(hint: Any) -> tuple[str, Callable[[Any], bool]] | None:
         return "a function", callable
     if get_origin(hint) is Iterable:
         return "a sequence", lambda value: isinstance(value, Iterable)
-    if isinstance(hint, type) and get_origin(hint) is None and hint is not Any:
+    checkable = isinstance(hint, type) and not getattr(hint, "_is_protocol", False)
+    if checkable and get_origin(hint) is None and hint is not Any:
         return hint.__name__, lambda value: isinstance(value, hint)
     return None
 
