@@ -22,14 +22,17 @@ from bridge.runtime.tokenizer import stop_tokens
 from bridge.system.options import checked
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
+
+    class LanguageModel(PreTrainedModel, GenerationMixin):
+        """A transformers model that generates, whatever its class."""
 
 
 @checked
 def load(
     model_id_or_config: "str | Path | PretrainedConfig", gguf: str | Path | GGUFFile | None = None,
     precision: str = "int8", dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu",
-) -> "PreTrainedModel":  # fmt: skip
+) -> "LanguageModel":  # fmt: skip
     """A transformers model for inference with a GGUF's weights, of any architecture that `bridge.models` knows.
 
     model_id_or_config  a repository on the Hub, a folder with config.json, or a transformers config; or the GGUF
