@@ -19,7 +19,7 @@ from bridge.cli.use.terminal import Printable, StatusLine, Terminated
 from bridge.errors import BridgeError, BridgeWarning, shortened, spelled
 from bridge.system.cpu.row_threads import sleep_when_idle
 from bridge.system.kernels.compiling import reporting_to
-from bridge.system.text import tell
+from bridge.system.text import nearest, tell
 
 _DESCRIPTION = """\
 GPTQ, AWQ, compressed-tensors, MLX, HQQ and other quantized checkpoints become
@@ -121,22 +121,15 @@ class _Parser(argparse.ArgumentParser):
                 break
             if not re.fullmatch(r"--[\w-]+", name) or any(option.startswith(name) for option in known):
                 continue
-            if near := _nearest(name, known):
+            if near := nearest(name, known):
                 raise BridgeError(f"unknown option {name}; did you mean {near}?")
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         wrong = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
-        near = _nearest(wrong[1], re.findall(r"[\w.-]+", wrong[2])) if wrong else None
+        near = nearest(wrong[1], re.findall(r"[\w.-]+", wrong[2])) if wrong else None
         hint = f"; did you mean {near}?" if near else f"; see {self.prog} --help"
         raise BridgeError(message + hint)
-
-
-def _nearest(word: str, known: Sequence[str]) -> str | None:
-    """The most similar of known words, if one is similar."""
-    from difflib import get_close_matches
-
-    return next(iter(get_close_matches(word, known, 1)), None)
 
 
 def import_command(argv: Sequence[str]) -> str | None:

@@ -95,11 +95,11 @@ class Calibration:
         None, "the most memory to take, such as 12G; activations beyond it go to disk", metavar="SIZE", parse=size,
         says="nine tenths of what is free",
     )  # fmt: skip
-    offload: Path | None = option(
+    offload: str | Path | None = option(
         None, "folder for activations that do not stay in memory", metavar="DIR", parse=Path,
         says="next to the output",
     )  # fmt: skip
-    imatrix_out: Path | None = option(
+    imatrix_out: str | Path | None = option(
         None, "also write llama.cpp's importance matrix of the same tokens", metavar="FILE", parse=Path, says=""
     )
     progress: Progress | None = field(default=None, compare=False, repr=False)

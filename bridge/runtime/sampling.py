@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, Self, TypedDict, Unpack
 
 import numpy as np
 
@@ -113,6 +113,28 @@ class Sampling:
         return repeats or self.frequency_penalty != 0 or self.presence_penalty != 0
 
 
+class SamplingKeywords(TypedDict, total=False):
+    """The fields of `Sampling`, as keywords of functions."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int | None
+    repeat_penalty: float
+    repeat_last_n: int
+    frequency_penalty: float
+    presence_penalty: float
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] | None
+
+
+class ReplyKeywords(SamplingKeywords, total=False):
+    """Those of `Sampling`, and of what a reply has to fit; see `Constraint`."""
+
+    schema: Mapping[str, Any] | str | None
+    regex: str | None
+
+
 # the fields that are one number each, and its type
 NUMBERS = {setting.name: setting.type for setting in fields(Sampling) if setting.type in (int, float)}
 
@@ -205,8 +227,8 @@ class Sampler:
 
     @classmethod
     def of(
-        cls, tokenizer: Tokenizer, logprobs: int | None = None, schema: Any = None, regex: Any = None,
-        around: Callable[[str], str] | None = None, **sampling: Any,
+        cls, tokenizer: Tokenizer, logprobs: int | None = None, schema: Mapping[str, Any] | str | None = None,
+        regex: str | None = None, around: Callable[[str], str] | None = None, **sampling: Unpack[SamplingKeywords],
     ) -> Self:  # fmt: skip
         """A sampler for fields of `Sampling`, and for what `Constraint` takes."""
         how = Sampling(**sampling)

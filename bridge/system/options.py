@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, field
-from functools import wraps
+from functools import cache, wraps
 from numbers import Integral, Real
 from os import PathLike
 from pathlib import Path
@@ -22,6 +22,7 @@ from types import NoneType, UnionType
 from typing import Any, NamedTuple, ParamSpec, TypeVar, get_args, get_origin, get_type_hints
 
 from bridge.errors import BridgeError, parameter
+from bridge.system.text import nearest
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -105,15 +106,20 @@ def check_types(settings: Any) -> None:
 
 def checked(function: Callable[P, R]) -> Callable[P, R]:
     """A function that raises BridgeError where an argument is of a type that its hint does not allow, as
-    `check_types`."""
+    `check_types`, and TypeError for a keyword that it does not have, with the one that was perhaps meant."""
     signature, hints = inspect.signature(function), dict[str, Any]()
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         if not hints:
             hints.update({name: _hint_of(p, function) for name, p in signature.parameters.items()})
+        for name in kwargs:
+            if name not in (known := _keywords(function)):
+                near = nearest(name, known)
+                hint = f"; did you mean {near}?" if near else ""
+                raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}{hint}")
         arguments: dict[str, Any] = {}
-        with suppress(TypeError):  # Python's own sentence on arguments that are missing, unknown or too many follows
+        with suppress(TypeError):  # Python's own sentence on arguments that are missing or too many follows
             arguments = signature.bind(*args, **kwargs).arguments
         for name, value in arguments.items():
             _check_type(name, value, hints[name])
@@ -122,11 +128,24 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
+@cache
+def _keywords(function: Callable[..., Any]) -> list[str]:
+    """The keywords that a function takes, with those of `**options: Unpack[...]`."""
+    names: list[str] = []
+    for name, accepted in inspect.signature(function).parameters.items():
+        if accepted.kind is accepted.VAR_KEYWORD:
+            (keys,) = get_args(_hint_of(accepted, function))
+            names += get_type_hints(keys)
+        else:
+            names.append(name)
+    return names
+
+
 def _hint_of(parameter: inspect.Parameter, function: Callable[..., Any]) -> Any:
     """A parameter's annotation, read where `from __future__ import annotations` leaves a text; Any where it has names
-    that only type checkers import, and for *args and **kwargs."""
+    that only type checkers import."""
     annotation = parameter.annotation
-    if annotation is parameter.empty or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+    if annotation is parameter.empty:
         return Any
     try:
         scope = getattr(inspect.unwrap(function), "__globals__", {})
@@ -153,7 +172,8 @@ def _kind(hint: Any) -> tuple[str, Callable[[Any], bool]] | None:
         return "a function", callable
     if get_origin(hint) is Iterable:
         return "a sequence", lambda value: isinstance(value, Iterable)
-    if isinstance(hint, type) and get_origin(hint) is None and hint is not Any:
+    checkable = isinstance(hint, type) and not getattr(hint, "_is_protocol", False)
+    if checkable and get_origin(hint) is None and hint is not Any:
         return hint.__name__, lambda value: isinstance(value, hint)
     return None
 

@@ -71,3 +71,10 @@ def duration_text(seconds: float) -> str:
         return f"{seconds:.0f} s"
     hours = seconds / 3600
     return f"{seconds / 60:.0f} min" if hours < 1.5 else f"{hours:.2g} h" if hours < 10 else f"{hours:.0f} h"
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """The most similar of known words, if one is similar."""
+    from difflib import get_close_matches
+
+    return next(iter(get_close_matches(word, list(known), 1)), None)

@@ -45,7 +45,7 @@ def read_back(path: Path) -> str:
     template = ChatTemplate({"tokenizer.chat_template": path.read_text(encoding="utf-8")}, path)
     function = {"name": "get_weather", "description": "The weather.", "parameters": _SCHEMA}
     call = {"name": "get_weather", "arguments": json.dumps(_ARGUMENTS)}
-    talk = [
+    talk: list[dict[str, Any]] = [
         {"role": "user", "content": _QUESTION},
         {"role": "assistant", "content": "", "tool_calls": [{"id": "abcdefghi", "type": "function", "function": call}]},
         {"role": "tool", "tool_call_id": "abcdefghi", "name": "get_weather", "content": _RESULT},

@@ -15,7 +15,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypedDict, Unpack
 
 import numpy as np
 
@@ -31,6 +31,7 @@ from bridge.checkpoint.tensor_names import layer_of
 from bridge.checkpoint.write.report import Written
 from bridge.errors import BridgeError
 from bridge.system.kernels import compiling
+from bridge.system.options import checked
 from bridge.system.progress import Progress
 from bridge.system.storage.files import expanded
 
@@ -326,10 +327,22 @@ class CheckpointWriter:
         return not _TOWERS.isdisjoint(self._ckpt.config)
 
 
+class WriterKeywords(TypedDict, total=False):
+    """The keywords of `CheckpointWriter`."""
+
+    transposed: Collection[str]
+    stacks: Mapping[str, tuple[str, int]] | None
+    clamp: bool
+    shard_size: int
+    force: bool
+    progress: Progress | None
+
+
+@checked
 def write_checkpoint(
     ckpt: FloatSource, path: str | Path, format: str, layers: Mapping[str, Groups],
     tensors: Iterable[GroupedTensor] | Mapping[str, GroupedTensor], *, floats: Mapping[str, np.ndarray] | None = None,
-    **options: Any,
+    **options: Unpack[WriterKeywords],
 ) -> Written:  # fmt: skip
     """Write a checkpoint of layers in any order, or of a mapping by name, which may load each on access.
 

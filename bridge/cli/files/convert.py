@@ -2,14 +2,18 @@
 
 import argparse
 import shlex
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bridge.cli import options
 from bridge.cli.files.upload import Uploading, add_upload
 from bridge.conversion.planning.options import ConvertOptions
 from bridge.errors import BridgeError
 from bridge.system.progress import Bar
+
+if TYPE_CHECKING:
+    from bridge.conversion.writing.report import Report
 
 TYPES = ["type", "output_type", "token_embd_type", "tensor_types"]
 MODEL = ["config", "template", "name", "author", "metadata", "pre"]
@@ -56,6 +60,11 @@ def run(a: argparse.Namespace) -> int:
         raise BridgeError("give the checkpoint to convert, or --plan; see gguf-bridge convert --help")
     if plan is not None and a.out is None and str(a.checkpoint).endswith(".gguf"):
         a.checkpoint, a.out = None, a.checkpoint  # `convert --plan plan.json out.gguf`
+    return write(a, lambda given, bar: convert_as(a.checkpoint, a.out, ConvertOptions(**given), bar, a.report))
+
+
+def write(a: argparse.Namespace, make: Callable[[dict[str, Any], Bar], "Report"]) -> int:
+    """Have a GGUF made with the options that the command line gave, and say what came of it."""
     uploading = Uploading(a, a.checkpoint)
     with (
         Bar("measuring", unit=" steps") as steps,
@@ -63,15 +72,14 @@ def run(a: argparse.Namespace) -> int:
         Bar("converting") as bar,
     ):
         calibrate = options.calibration(a, layers, layers.say)
-        settings = ConvertOptions(**choices(a), calibrate=calibrate, budget=options.budget(a, steps))
-        report = convert_as(a.checkpoint, a.out, settings, bar, a.report)
+        report = make({**choices(a), "calibrate": calibrate, "budget": options.budget(a, steps)}, bar)
     print(report.table())
     if a.report:
         report.save(a.report)
     if not report.outputs:
         return 0
-    if settings.shard is None:
-        print(_next_steps(report.outputs, settings.modelfile))
+    if getattr(a, "shard", None) is None:
+        print(_next_steps(report.outputs, hasattr(a, "modelfile")))
     uploading.finish(report)
     return 0
 

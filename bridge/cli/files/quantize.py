@@ -3,7 +3,6 @@
 import argparse
 from typing import Any
 
-from bridge.blocks.tensor_types import FLOAT_TYPES
 from bridge.checkpoint.formats.registry import QUANTIZED, in_words
 from bridge.cli import options
 from bridge.cli.files import convert
@@ -50,15 +49,19 @@ def add_parser(commands: Any) -> None:
 
 
 def run(a: argparse.Namespace) -> int:
-    """Quantize to a GGUF as `convert` does, or to a checkpoint."""
-    floats = getattr(a, "type", "").upper() in FLOAT_TYPES and a.format is None
-    if not floats and not hasattr(a, "text") and getattr(a, "method", None) != "rtn":
+    """Quantize to a GGUF or to a checkpoint."""
+    from bridge.conversion.quantize_gguf import needs_text, quantize_gguf
+
+    quantizes = a.format is not None or needs_text(getattr(a, "type", ""))
+    if quantizes and not hasattr(a, "text") and getattr(a, "method", None) != "rtn":
         a.text = [DEFAULT]
     groups = {name: getattr(a, name) for name in _GROUPS if hasattr(a, name)}
     if a.format is None:
         if groups:
             raise BridgeError(f"{options.as_flag(next(iter(groups)))} is for a checkpoint: give --format")
-        return convert.run(a)
+        return convert.write(
+            a, lambda given, bar: quantize_gguf(a.checkpoint, a.out, progress=bar, save_as=a.report, **given)
+        )
     if options.budget(a, None) is not None:
         raise BridgeError("--size and --bpw choose among GGUF types; a checkpoint's groups are all alike, see --bits")
     of_gguf = options.given(a, ConvertOptions).keys() - {"config", "force"}

@@ -3,6 +3,7 @@
     PlanOptions      what a plan depends on; types are in `recipe.Recipe`
     ConvertOptions   a plan's options and what is done with it
     Budget           a size, and what finding types that fit it may cost
+    ...Keywords      the same options as the keywords of functions, for type checkers
 
 How layers are quantized with a text is `bridge.quantize.settings.Calibration`.
 """
@@ -10,10 +11,10 @@ How layers are quantized with a text is `bridge.quantize.settings.Calibration`.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypedDict
 
 from bridge.blocks.tensor_types import FLOAT_TYPES
-from bridge.conversion.planning.recipe import MMPROJ_TYPES, Recipe
+from bridge.conversion.planning.recipe import MMPROJ_TYPES, Recipe, as_pairs
 from bridge.errors import BridgeError, parameter, refused
 from bridge.quantize.settings import Calibration
 from bridge.system.options import check_types, count, entry, is_key, is_number, option, positive, share, size
@@ -24,7 +25,7 @@ from bridge.system.progress import Progress
 class PlanOptions(Recipe):
     """What a plan depends on, besides the checkpoint."""
 
-    config: Path | None = option(
+    config: str | Path | None = option(
         None, "folder with config.json and tokenizer of the model that a bare .pt or .safetensors was made from",
         metavar="DIR", parse=Path,
     )  # fmt: skip
@@ -33,7 +34,7 @@ class PlanOptions(Recipe):
         "read floats that lie on a hidden grid (of models that somebody dequantized, or trained for it) as the codes "
         "they were made from; `inspect` tells where there are any",
     )
-    imatrix: Path | None = option(
+    imatrix: str | Path | None = option(
         None, "llama.cpp's importance matrix (GGUF), for tensors that are quantized from floats", metavar="FILE",
         parse=Path,
     )  # fmt: skip
@@ -58,7 +59,7 @@ class PlanOptions(Recipe):
         None, "general.name: what programs call the model", metavar="TEXT", says="from the checkpoint"
     )
     author: str | None = option(None, "general.author", metavar="TEXT", says="from the checkpoint")
-    metadata: Sequence[tuple[str, Any]] = option(
+    metadata: Mapping[str, Any] | Sequence[tuple[str, Any]] = option(
         (),
         "set a key of the GGUF's metadata, such as general.description='For tests'; may be repeated. A key that the "
         "file has already keeps its type; a list can be edited in a plan only", metavar="KEY=VALUE", parse=entry,
@@ -82,7 +83,7 @@ class PlanOptions(Recipe):
         asked: Any = self.metadata  # or a dict
         if not isinstance(asked, Iterable):
             raise refused("metadata", asked, "must be a dict")
-        pairs = [*(asked.items() if isinstance(asked, Mapping) else asked)]
+        pairs = [*as_pairs(asked)]
         pairs += [(f"general.{n}", v) for n in ("name", "author") if (v := getattr(self, n)) is not None]
         for each in pairs:
             if not (isinstance(each, tuple | list) and len(each) == 2 and is_key(each[0])):
@@ -122,10 +123,10 @@ class Budget:
     )  # fmt: skip
     swaps: int = option(0, "maximum number of swaps of types that trial models judge", metavar="N", parse=count)
     requantize: bool = option(False, "choose types for tensors that could keep their codes too, where that pays")
-    plan_out: Path | None = option(
+    plan_out: str | Path | None = option(
         None, "write the plan found, with the curve of KL divergence against size", metavar="PLAN.json", parse=Path
     )
-    tensor_types_out: Path | None = option(
+    tensor_types_out: str | Path | None = option(
         None, "write the types found as llama-quantize's --tensor-type-file takes them", metavar="FILE", parse=Path
     )
     tokens: int = 4096
@@ -148,7 +149,7 @@ class Budget:
 class ConvertOptions(PlanOptions):
     """What `bridge.convert` takes besides the checkpoint and the output's name."""
 
-    plan: Path | None = option(
+    plan: str | Path | None = option(
         None, "execute this plan of `gguf-bridge plan`, instead of choosing types; types in it may have been edited",
         metavar="PLAN.json", parse=Path,
     )  # fmt: skip
@@ -156,7 +157,7 @@ class ConvertOptions(PlanOptions):
         None, "with --plan: write only shard I of N (identical to the one a full run writes)", metavar="I/N",
         parse=share,
     )  # fmt: skip
-    merge: Path | None = option(
+    merge: str | Path | None = option(
         None,
         "folder of a PEFT adapter (LoRA, DoRA) to merge: the matrices that it changes are requantized, all others keep "
         "their codes", metavar="ADAPTER", parse=Path,
@@ -217,3 +218,43 @@ class ConvertOptions(PlanOptions):
                 f"{parameter(asked)} is for one file: write the plan with {parameter('plan_out')}, set split_max_size "
                 f"in it, and convert with {parameter('plan')}"
             )
+
+
+class FileKeywords(TypedDict, total=False):
+    """Fields of `PlanOptions` that say how a GGUF is written, with or without a calibration text."""
+
+    output_type: str | None
+    token_embd_type: str | None
+    tensor_types: Mapping[str, str] | Sequence[tuple[str, str]]
+    config: str | Path | None
+    template: str | Path | None
+    mmproj_type: str
+    no_mtp: bool
+    split_max_size: int | None
+    name: str | None
+    author: str | None
+    metadata: Mapping[str, Any] | Sequence[tuple[str, Any]]
+    pre: str | None
+    threads: int | None
+    force: bool
+
+
+class PlanKeywords(FileKeywords, total=False):
+    """The fields of `PlanOptions`."""
+
+    type: str
+    actorder_type: str | None
+    target: str | None
+    detect_lattice: bool
+    imatrix: str | Path | None
+    calibrate: Calibration | None
+
+
+class ConvertKeywords(PlanKeywords, total=False):
+    """The fields of `ConvertOptions`."""
+
+    plan: str | Path | None
+    shard: tuple[int, int] | None
+    merge: str | Path | None
+    modelfile: bool
+    budget: Budget | None

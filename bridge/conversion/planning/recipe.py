@@ -106,7 +106,7 @@ class Recipe:
         None, "type of act-order tensors, whose codes GGUF cannot hold", metavar="TYPE",
         says=f"the smallest that adds under {REQUANTIZED_LIMIT:.0%} of the noise",
     )  # fmt: skip
-    tensor_types: Sequence[tuple[str, str]] = option(
+    tensor_types: Mapping[str, str] | Sequence[tuple[str, str]] = option(
         (),
         "type of the tensors whose GGUF name matches, such as 'ffn_down=Q6_K'; may be repeated, the last match wins",
         flag="--tensor-type", metavar="REGEX=TYPE", parse=pair,
@@ -136,7 +136,7 @@ class Recipe:
         asked: Any = self.tensor_types  # or a dict of them
         if not isinstance(asked, Iterable):
             raise refused("tensor_types", asked, "must be a list of pairs, or a dict")
-        pairs = list(asked.items() if isinstance(asked, Mapping) else asked)
+        pairs = as_pairs(asked)
         for each in pairs:
             if not isinstance(each, tuple | list) or [type(text) for text in each] != [str, str]:
                 raise BridgeError(f"{parameter('tensor_types')} {each!r}: must be a regular expression and a type")
@@ -151,9 +151,14 @@ class Recipe:
         if "Q2_0" in asked and self.uses_q2_0 is False:
             raise refused("target", self.target, f"llama.cpp has Q2_0 since build {Q2_0_SINCE}; choose another type")
 
+    @property
+    def type_patterns(self) -> Sequence[tuple[str, str]]:
+        """`tensor_types` as pairs."""
+        return as_pairs(self.tensor_types)
+
     def check(self, names: Sequence[str]) -> None:
         """BridgeError where a tensor_types pattern matches none of the tensors that can be quantized, `names`."""
-        for pattern, name in self.tensor_types:
+        for pattern, name in self.type_patterns:
             if not any(matched("search", pattern, n, parameter("tensor_types", (pattern, name))) for n in names):
                 why = f"matches no tensor that can be quantized; they have names like {names[0]}"
                 raise refused("tensor_types", (pattern, name), why)
@@ -214,12 +219,17 @@ class Recipe:
 
     def explicit(self, name: str, kind: str, tied: bool) -> str | None:
         """The type that an option for single tensors gives a tensor, if one does; `tied`: it is the head too."""
-        for pattern, type in reversed(self.tensor_types):
+        for pattern, type in reversed(self.type_patterns):
             if matched("search", pattern, name, parameter("tensor_types")):
                 return type
         if kind == "output" or (tied and self.output_type):  # as llama.cpp: the head's type comes first
             return self.output_type
         return self.token_embd_type if kind == "token_embd" else None
+
+
+def as_pairs(given: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> tuple[tuple[str, Any], ...]:
+    """The items of a dict, or of what lists them."""
+    return tuple(given.items() if isinstance(given, Mapping) else given)
 
 
 def _fitted(mode: Mode, name: str, place: TensorPlace) -> Wanted:
