@@ -36,9 +36,9 @@ class Calibration:
 
     text: Path | str | Iterable[Path | str] | None = option(
         DEFAULT,
-        "calibration texts: plain text, .jsonl, or token ids (.pt, .npy, .safetensors), or `default`: the model's own "
-        "samples and texts of this program; FILE:0.3 takes that share of the sequences from it",
-        flag="--calibrate", metavar="FILE", parse=str, several=True, says="",
+        "texts to quantize with: plain, .jsonl, or token ids (.pt, .npy, .safetensors), FILE:0.3 for a share; or "
+        "`default`: the model's own samples and texts of this program",
+        flag="--calibrate", metavar="FILE", parse=str, several=True, says="", usual=True,
     )  # fmt: skip
     samples: int | None = option(
         None, "maximum number of calibration sequences", metavar="N", parse=positive,
@@ -89,11 +89,11 @@ class Calibration:
     )  # fmt: skip
     device: str = option(
         "cpu", "device that calibrates the layers: cpu, cuda, or auto, which is cuda where PyTorch sees a GPU",
-        metavar="NAME", parse=str,
+        metavar="NAME", parse=str, usual=True,
     )  # fmt: skip
     memory: int | None = option(
         None, "the most memory to take, such as 12G; activations beyond it go to disk", metavar="SIZE", parse=size,
-        says="nine tenths of what is free",
+        says="nine tenths of what is free", usual=True,
     )  # fmt: skip
     offload: Path | None = option(
         None, "folder for activations that do not stay in memory", metavar="DIR", parse=Path,

@@ -20,7 +20,8 @@ from bridge.runtime.quant_tensor import QuantTensor
 from bridge.runtime.reader import open_gguf
 from bridge.system.devices import choose, cuda
 from bridge.system.progress import Progress
-from bridge.system.storage.files import expect_name
+from bridge.system.storage.files import expect_name, near_names
+from bridge.system.text import meant, unknown
 
 LARGE = (40960, 4096)  # from memory
 SMALL = (2048, 4096)  # from the cache
@@ -68,7 +69,7 @@ def put_dmin(block: BlockType, raw: np.ndarray, halves: np.ndarray) -> None:
 def random_tensor(type: str, rows: int, columns: int) -> QuantTensor:
     """A tensor of random codes, with scales around 0.01."""
     if type not in READ:
-        raise BridgeError(f"unknown type {type}: choose one of {', '.join(READ)}")
+        raise unknown("type", type, [*READ])
     block = READ[type]
     if columns % block.size:
         raise BridgeError(f"{type}: {columns} columns are not a multiple of {block.size}")
@@ -151,7 +152,8 @@ def tensors_to_time(
         return [random_tensor(name, *shape) for shape in shapes]
     expect_name(Path(what))
     if not Path(what).exists() and Path(what).suffix != ".gguf":
-        raise BridgeError(f"{what}: is neither a GGUF file nor a type ({', '.join(types)})")
+        near = meant(name, types) or near_names(Path(what))
+        raise BridgeError(f"{what}: is neither a GGUF file nor a type ({', '.join(types)}){near}")
     largest: dict[str, QuantTensor] = {}
     for tensor in open_gguf(what).tensors.values():
         known = largest.get(tensor.type)

@@ -35,8 +35,9 @@ class Flag(NamedTuple):
     metavar  placeholder of the value in the help; None for a switch
     parse    from text to the value, as argparse's `type`
     choices  the values that are possible, if they are few
-    several  whether the flag takes several values
     default  words for the default in the help instead of the value; "" for nothing
+    several  whether the flag takes several values
+    usual    whether `--help` shows it; others are left to `--help-all`
     """
 
     help: str
@@ -46,15 +47,16 @@ class Flag(NamedTuple):
     choices: Sequence[str] | None
     default: str | None
     several: bool = False
+    usual: bool = False
 
 
 def option(
     default: Any, help: str, *, flag: str | None = None, metavar: str | None = None,
     parse: Callable[[str], Any] | None = None, choices: Sequence[str] | None = None, says: str | None = None,
-    several: bool = False,
+    several: bool = False, usual: bool = False,
 ) -> Any:  # fmt: skip
     """A dataclass field with a flag; see `Flag` for the arguments, `says` is its `default`."""
-    metadata = {"flag": Flag(help, flag, metavar, parse, choices, says, several)}
+    metadata = {"flag": Flag(help, flag, metavar, parse, choices, says, several, usual)}
     return field(default=default, metadata=metadata) if default is not MISSING else field(metadata=metadata)
 
 

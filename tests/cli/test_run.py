@@ -15,13 +15,13 @@ from tests.conftest import CHECKPOINT
 
 def parsed(*arguments: str) -> dict[str, object]:
     parser = argparse.ArgumentParser()
-    add_options(parser, Sampling)
+    add_options(parser, "sampling", Sampling)
     return given(parser.parse_args(arguments), Sampling)
 
 
 def test_every_field_of_sampling_has_a_flag_and_only_what_is_given_is_passed_on() -> None:
     parser = argparse.ArgumentParser()
-    add_options(parser, Sampling)
+    add_options(parser, "sampling", Sampling)
     assert {action.dest for action in parser._actions} == {"help"} | {field.name for field in fields(Sampling)}
     assert parsed() == {}
     found = parsed("--temp", "0", "--seed", "3", "--logit-bias", "5-inf", "--logit-bias=7+1.5")

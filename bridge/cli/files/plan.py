@@ -19,10 +19,9 @@ def add_parser(commands: Any) -> None:
         help="write the plan for `convert --plan`; types in it may be edited",
     )  # fmt: skip
     add_plan_options(p)
-    add_options(p.add_argument_group("calibration"), Calibration, ["text", "method"])
-    output = p.add_argument_group("output")
-    add_options(output, PlanOptions, ["mmproj_type", "no_mtp", "split_max_size", "force", "threads"])
-    add_no_mmproj(output)
+    add_options(p, "calibration", Calibration, ["text", "method"])
+    add_options(p, "output", PlanOptions, ["mmproj_type", "no_mtp", "split_max_size", "force", "threads"])
+    add_no_mmproj(p)
 
 
 def run(a: argparse.Namespace) -> int:

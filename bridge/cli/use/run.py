@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from bridge.cli.options import Once, add_numa, add_options, command, given
+from bridge.cli.options import Once, add_numa, add_options, command, further, given
 from bridge.cli.use.terminal import StatusLine, generated
 from bridge.errors import BridgeError
 from bridge.gguf_file.reader import LOADS
@@ -26,7 +26,7 @@ def add_parser(commands: Any) -> None:
     p.add_argument("--chat", action="store_true", help="the text is a user's message, by the model's chat template")
     p.add_argument("--system", metavar="TEXT", help="system message, with --chat")
     add_template_options(p, ", with --chat")
-    p.add_argument(
+    further(p).add_argument(
         "--logprobs", type=int, metavar="N",
         help="print a line for each token: the logarithm of its probability, its text, and the N most likely tokens",
     )  # fmt: skip
@@ -45,7 +45,9 @@ def add_parser(commands: Any) -> None:
 def take_checkpoints(p: argparse.ArgumentParser) -> None:
     """The model to run, which may be a checkpoint; `gguf_of` returns the GGUF of either."""
     p.add_argument("model", help="GGUF (first shard), or a checkpoint, which is converted first: folder, Hub id or .pt")
-    p.add_argument("--config", metavar="DIR", type=Path, help="folder with the config.json and tokenizer of a bare .pt")
+    further(p).add_argument(
+        "--config", metavar="DIR", type=Path, help="folder with the config.json and tokenizer of a bare .pt"
+    )
 
 
 def gguf_of(a: argparse.Namespace, messages: Sequence[dict[str, str]] | None = None) -> Path:
@@ -66,25 +68,28 @@ def add_sampling(p: argparse.ArgumentParser) -> None:
         "--stop", action="append", default=[], metavar="TEXT",
         help="text that ends the reply and is not printed; may be repeated",
     )  # fmt: skip
-    grammar = p.add_mutually_exclusive_group()
+    grammar = further(p).add_mutually_exclusive_group()
     grammar.add_argument(
         "--schema", type=Path, metavar="FILE.json", help="JSON schema that the reply fits (the extra: schema)"
     )
     grammar.add_argument("--regex", metavar="REGEX", help="regular expression that the whole reply matches")
-    p.add_argument(
+    further(p).add_argument(
         "--draft", metavar="ngram|mtp|FILE.gguf",
         help="what guesses tokens, for the same reply sooner: ngram (what followed the last tokens before), mtp (the "
         "file's own layer for that), or a smaller model of the same vocabulary",
     )  # fmt: skip
-    add_options(p, Sampling)
+    add_options(p, "sampling", Sampling)
 
 
 def add_template_options(p: argparse.ArgumentParser, when: str = "") -> None:
     """What the chat template is given besides the messages; `template_options` reads it."""
-    p.add_argument("--tools", type=Path, metavar="FILE.json", help=f"list of the tools that the model may call{when}")
-    p.add_argument("--documents", type=Path, metavar="FILE.json", help=f"list of documents to quote from{when}")
-    p.add_argument("--no-think", action="store_true", help=f"ask the chat template for a reply without thinking{when}")
-    p.add_argument(
+    p.add_argument("--no-think", action="store_true", help=f"ask for a reply without thinking{when}")
+    more = further(p, "chat template")
+    more.add_argument(
+        "--tools", type=Path, metavar="FILE.json", help=f"list of the tools that the model may call{when}"
+    )
+    more.add_argument("--documents", type=Path, metavar="FILE.json", help=f"list of documents to quote from{when}")
+    more.add_argument(
         "--template-option", action="append", default=[], type=_named_value, metavar="NAME=VALUE",
         help=f"variable of the chat template, a text or JSON{when}; may be repeated",
     )  # fmt: skip
@@ -143,7 +148,7 @@ def _draft(a: argparse.Namespace) -> Any:
 def model_parser(commands: Any, name: str, handler: Any) -> argparse.ArgumentParser:
     parser = command(commands, name, handler)
     add_loading(parser)
-    parser.add_argument(
+    further(parser).add_argument(
         "--lora", action=Once, type=Path, metavar="ADAPTER.gguf",
         help="adapter that convert-lora wrote, added to the model's weights",
     )  # fmt: skip
@@ -152,24 +157,27 @@ def model_parser(commands: Any, name: str, handler: Any) -> argparse.ArgumentPar
 
 def add_loading(parser: argparse.ArgumentParser) -> None:
     """The options that `load` reads."""
-    parser.add_argument("--threads", type=int, metavar="N", help="number of CPU threads (default: one per core)")
-    add_numa(parser)
     parser.add_argument(
         "--context", type=int, metavar="N",
         help="tokens that prompt and reply may have (default: the model's, at most 4096)",
     )  # fmt: skip
+    parser.add_argument("--threads", type=int, metavar="N", help="number of CPU threads (default: one per core)")
     parser.add_argument(
+        "--device", default="cpu", metavar="NAME", help="cpu (default), cuda, cuda:1 ..., or auto: cuda if possible"
+    )
+    add_numa(parser)
+    more = further(parser)
+    more.add_argument(
         "--kv", default="f16", choices=("f16", "q8_0", "f32"), help="type of keys and values (default: f16)"
     )
-    parser.add_argument(
+    more.add_argument(
         "--precision", default="int8", choices=("int8", "f32"),
         help="precision of activations (default: int8, as in llama.cpp)",
     )  # fmt: skip
-    parser.add_argument(
+    more.add_argument(
         "--load", default="mmap", choices=LOADS,
         help="mmap, or memory: read the whole file, which others may then truncate or overwrite (default: mmap)",
     )  # fmt: skip
-    parser.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1 ..., or auto: cuda if possible")
 
 
 def load(a: argparse.Namespace, path: Path, context: int | None, lora: Path | None = None) -> Any:
