@@ -23,7 +23,10 @@ if TYPE_CHECKING:
     from bridge.quantize.settings import Calibration
 
 # what is converted
-SOURCE = "folder with config.json and weights, a Hub id to download (org/name, org/name@branch), a .pt, or a GGUF"
+SOURCE = (
+    "folder with config.json and weights, a .pt, a GGUF, or a Hub id to download (org/name, org/name@branch, "
+    "org/name:Q4_K_M)"
+)
 CHECKPOINT = "folder with config.json and weights, a Hub id to download (org/name, org/name@branch), or a .pt"
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import gguf
 
-from bridge.checkpoint import Checkpoint, GroupedTensor, lattice_notes
+from bridge.checkpoint import Checkpoint, GroupedTensor, lattice_notes, open_checkpoint
 from bridge.checkpoint.decoded import DecodedTensor
-from bridge.checkpoint.files.hub import kind_of, open_by_name
+from bridge.checkpoint.files.hub import kind_of, resolve_model
 from bridge.checkpoint.formats.fp4 import Fp4Tensor
 from bridge.checkpoint.formats.fp8 import FLOAT8
 from bridge.checkpoint.formats.module_reader import counted
@@ -33,16 +33,16 @@ def describe(path: str | Path, config: str | Path | None = None, template: str |
 
     Raises BridgeError.
     """
-    kind = kind_of(path, config)
-    if kind == "part":
+    if kind_of(path, config) == "part":
         refuse_pointer(Path(path))
         raise BridgeError(f"{path}: is one file of a checkpoint; give the folder that it is in")
-    if kind == "gguf":
+    home = resolve_model(path, config)
+    if kind_of(home, config) == "gguf":
         for name, value in (("config", config), ("template", template)):
             if value is not None:
                 raise BridgeError(f"{path}: is a GGUF; {parameter(name)} is for checkpoints")
-        return "\n".join(map(shortened, _describe_gguf(Path(path))))
-    with open_by_name(path, config, needs_config=template is None) as ckpt:
+        return "\n".join(map(shortened, _describe_gguf(home)))
+    with open_checkpoint(home, config, needs_config=template is None) as ckpt:
         return "\n".join(map(shortened, _describe_checkpoint(ckpt, template)))
 
 

@@ -9,7 +9,7 @@ from bridge.cli.options import command
 
 def add_parser(commands: Any) -> None:
     p = command(commands, "inspect", run)
-    p.add_argument("path", help="checkpoint folder, Hub id (org/name), .pt or GGUF file")
+    p.add_argument("path", help="checkpoint folder, Hub id (org/name, org/name:Q4_K_M), .pt or GGUF file")
     p.add_argument("--config", metavar="DIR", type=Path, help="folder with config.json and tokenizer, for a bare .pt")
     p.add_argument("--template", metavar="MODEL.gguf", help="the template that convert would be given")
 

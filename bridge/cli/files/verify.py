@@ -12,7 +12,7 @@ from bridge.system.progress import Bar
 
 def add_parser(commands: Any) -> None:
     p = command(commands, "verify", run)
-    p.add_argument("gguf", type=Path, help="the GGUF, or its first shard")
+    p.add_argument("gguf", help="the GGUF, or its first shard")
     p.add_argument("checkpoint", help=f"what it was made of: {SOURCE}")
     add_options(p, "model", PlanOptions, ["config"])
     p.add_argument("--template", metavar="MODEL.gguf", help="the template that the GGUF was made with, if any")

@@ -9,21 +9,23 @@ from bridge.system.options import positive
 
 def add_parser(commands: Any) -> None:
     p = command(commands, "bench", run)
-    p.add_argument("what", help="a GGUF, whose largest tensor of each type is timed, or a type (Q4_K, IQ4_XS, ...)")
+    p.add_argument("what", help="a GGUF, whose largest tensor of each type is timed, or a type (Q4_K, ...)")
     p.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: all)")
     add_numa(p)
     p.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1 ..., or auto: cuda if it can be")
 
 
 def run(a: argparse.Namespace) -> int:
+    from bridge.checkpoint.files.hub import kind_of, resolve_gguf
     from bridge.runtime import set_numa
     from bridge.runtime.bench import bench
     from bridge.system.progress import Bar
 
     if a.numa is not None:
         set_numa(a.numa)
+    what = a.what if kind_of(a.what) != "hub" else resolve_gguf(a.what)
     with Bar("timing", unit=" rounds") as bar:
-        lines = bench(a.what, device=a.device, threads=a.threads, progress=bar)
+        lines = bench(what, device=a.device, threads=a.threads, progress=bar)
     for line in lines:
         print(line, flush=True)
     return 0

@@ -32,10 +32,10 @@ def add_parser(commands: Any) -> None:
     )  # fmt: skip
     add_sampling(p)
     p = model_parser(commands, "perplexity", perplexity)
-    p.add_argument("gguf", type=Path, help="GGUF file, or its first shard")
+    p.add_argument("gguf", help="GGUF file, or its first shard, or a Hub id of one (org/name:Q4_K_M)")
     p.add_argument("-f", "--file", required=True, type=Path, metavar="TEXT.txt", help="text in UTF-8")
     p.add_argument(
-        "--reference", type=Path, metavar="OTHER.gguf",
+        "--reference", metavar="OTHER.gguf",
         help="GGUF whose predictions to compare with: prints the divergences",
     )  # fmt: skip
     p.add_argument("--windows", type=int, metavar="N", help="number of windows (default: the whole text)")
@@ -44,7 +44,11 @@ def add_parser(commands: Any) -> None:
 
 def take_checkpoints(p: argparse.ArgumentParser) -> None:
     """The model to run, which may be a checkpoint; `gguf_of` returns the GGUF of either."""
-    p.add_argument("model", help="GGUF (first shard), or a checkpoint, which is converted first: folder, Hub id or .pt")
+    p.add_argument(
+        "model",
+        help="GGUF (first shard), or a checkpoint, which is converted first: folder or .pt; or a Hub id of either "
+        "(org/name, org/name:Q4_K_M)",
+    )  # fmt: skip
     further(p).add_argument(
         "--config", metavar="DIR", type=Path, help="folder with the config.json and tokenizer of a bare .pt"
     )
@@ -142,7 +146,7 @@ def _draft(a: argparse.Namespace) -> Any:
         return None
     from bridge.runtime.replies.speculation import NAMES
 
-    return a.draft if a.draft in NAMES else load(a, Path(a.draft), a.context)
+    return a.draft if a.draft in NAMES else load(a, a.draft, a.context)
 
 
 def model_parser(commands: Any, name: str, handler: Any) -> argparse.ArgumentParser:
@@ -180,9 +184,13 @@ def add_loading(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def load(a: argparse.Namespace, path: Path, context: int | None, lora: Path | None = None) -> Any:
+def load(a: argparse.Namespace, path: str | Path, context: int | None, lora: Path | None = None) -> Any:
     from bridge.runtime.model import Model
 
+    if not str(path).endswith(".gguf"):  # a name on the Hub, or Ollama's of a file; the import takes time
+        from bridge.checkpoint.files.hub import resolve_gguf
+
+        path = resolve_gguf(path)
     model = Model.load(path, a.threads, a.kv, context, a.precision, a.device, a.load, lora, numa=a.numa)
     if model.note:
         tell(model.note)
