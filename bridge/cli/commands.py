@@ -2,7 +2,7 @@
 
 # name -> the module of this folder that has it, which has `add_parser` and may have several commands; and the help
 COMMANDS = {
-    "run": ("use.run", "answer a prompt, or chat, with a GGUF or a checkpoint"),
+    "run": ("use.chat", "answer a prompt, or chat, with a GGUF or a checkpoint"),
     "chat": ("use.chat", "talk with a model, line by line; /help lists what can be done"),
     "serve": ("use.serve", "answer OpenAI's clients over HTTP, and serve a page to chat"),
     "convert": ("files.convert", "write a checkpoint as a GGUF, or a GGUF in other types"),

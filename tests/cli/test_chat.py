@@ -109,7 +109,8 @@ def test_tools_and_switches_reach_the_template(
     assert "no switch for thinking" in refused("run", talker, "-p", "Hi", "--chat", "--no-think")
     (tmp_path / "tools.json").write_text("{}")
     assert "must be a list of objects" in refused("chat", talker, "--tools", tmp_path / "tools.json")
-    assert "need --chat" in refused("run", talker, "-p", "Hi", "--no-think")
+    needs = "--no-think needs a message: give the prompt as words, or --chat"
+    assert needs in refused("run", talker, "-p", "Hi", "--no-think")
     assert "'low': must be a name and a value" in refused("chat", talker, "--template-option", "low")
 
 
