@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from bridge.cli.json_output import add_json, print_json
 from bridge.cli.options import SOURCE, add_options, add_report, command
 from bridge.conversion.planning.options import PlanOptions
 from bridge.encode.limits import FLOAT_LIMIT, REQUANTIZED_LIMIT
@@ -37,6 +38,7 @@ def add_parser(commands: Any) -> None:
         f"(default: {FLOAT_LIMIT:g}, which Q8_0 meets)",
     )  # fmt: skip
     add_report(p)
+    add_json(p)
 
 
 def run(a: argparse.Namespace) -> int:
@@ -48,10 +50,13 @@ def run(a: argparse.Namespace) -> int:
             a.gguf, a.checkpoint, config=getattr(a, "config", None), template=a.template, mtp_text=a.mtp_text,
             mmproj=a.mmproj, progress=bar, save_as=a.report,
         )  # fmt: skip
-    print(report.table("read"))
     if a.report:
         report.save(a.report)
     failed = failures(report, a.max_share, a.max_nmse)
+    if a.json:
+        print_json({"passed": not failed, "failures": failed, **report.as_dict()})
+        return 1 if failed else 0
+    print(report.table("read"))
     for line in failed:
         print(f"FAILED {line}")
     print(

@@ -1,8 +1,10 @@
 """`gguf-bridge bench`."""
 
 import argparse
+from dataclasses import asdict
 from typing import Any
 
+from bridge.cli.json_output import add_json, print_json
 from bridge.cli.options import add_numa, command
 from bridge.system.options import positive
 
@@ -13,6 +15,7 @@ def add_parser(commands: Any) -> None:
     p.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: all)")
     add_numa(p)
     p.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1 ..., or auto: cuda if it can be")
+    add_json(p)
 
 
 def run(a: argparse.Namespace) -> int:
@@ -26,6 +29,10 @@ def run(a: argparse.Namespace) -> int:
     what = a.what if kind_of(a.what) != "hub" else resolve_gguf(a.what)
     with Bar("timing", unit=" rounds") as bar:
         lines = bench(what, device=a.device, threads=a.threads, progress=bar)
+    if a.json:
+        speeds = [asdict(line) for line in lines if not isinstance(line, str)]
+        print_json({"notes": [line for line in lines if isinstance(line, str)], "products": speeds})
+        return 0
     for line in lines:
         print(line, flush=True)
     return 0

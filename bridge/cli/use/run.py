@@ -6,10 +6,12 @@ import os
 import stat
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from bridge.cli.json_output import add_json, print_json
 from bridge.cli.options import Once, add_numa, add_options, as_flag, command, further, given
 from bridge.cli.use.terminal import StatusLine, generated
 from bridge.errors import BridgeError
@@ -37,6 +39,7 @@ def add_parser(commands: Any) -> None:
     )  # fmt: skip
     p.add_argument("--windows", type=int, metavar="N", help="number of windows (default: the whole text)")
     p.add_argument("--length", type=int, default=256, metavar="N", help="tokens in a window (default: 256)")
+    add_json(p)
 
 
 def add_run_parser(commands: Any, handler: Any) -> argparse.ArgumentParser:
@@ -339,6 +342,9 @@ def perplexity(a: argparse.Namespace) -> int:
     reference = load(a, a.reference, context) if a.reference else None
     with Bar("measuring", unit=" windows") as bar:
         total = measure.perplexity(model, text, a.length, a.windows, reference, bar)
+    if a.json:
+        print_json(asdict(total))
+        return 0
     print(f"perplexity {total.perplexity:.4f} +- {total.error:.4f} ({total.windows} windows of {total.window} tokens)")
     if (d := total.divergence) is not None:
         ratio = total.perplexity / d.reference_perplexity
