@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bridge.errors import BridgeError, parameter, refused
+from bridge.errors import BridgeError, needs_torch, parameter, refused
 from bridge.quantize.text.sources import DEFAULT, Source, sources_of
 from bridge.system.options import check_types, count, option, positive, share, size
 from bridge.system.progress import Progress
@@ -113,9 +113,10 @@ class Calibration:
         _ = self.sources
         if self.method not in METHODS:
             raise BridgeError(f"unknown method {self.method!r}: choose {', '.join(METHODS[:-1])} or {METHODS[-1]}")
-        for package in ("torch", "transformers"):
-            if find_spec(package) is None:
-                raise BridgeError(f"quantizing with a text needs {package}: pip install 'gguf-bridge[quantize]'")
+        if find_spec("torch") is None:
+            raise needs_torch("quantizing with a text", gpu=self.device != "cpu")
+        if find_spec("transformers") is None:
+            raise BridgeError("quantizing with a text needs transformers: pip install 'gguf-bridge[quantize]'")
         if sys.flags.optimize > 1:
             raise BridgeError(
                 "quantizing with a text needs transformers, which reads its own docstrings: unset PYTHONOPTIMIZE=2 "

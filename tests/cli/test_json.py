@@ -50,11 +50,7 @@ def test_inspect(told: Callable[..., Any], auto: Path) -> None:
 
 
 def test_inspect_of_a_checkpoint_that_cannot_be_converted(told: Callable[..., Any], model: Path) -> None:
-    config = json.loads((model / "config.json").read_text()) | {
-        "architectures": ["XyzForCausalLM"],
-        "model_type": "xyz",
-    }
-    (model / "config.json").write_text(json.dumps(config))
+    edit_json(model / "config.json", architectures=["XyzForCausalLM"], model_type="xyz")
     found = told("inspect", model)
     assert "xyz" in found["stops"].lower()
     assert set(found) == keys_in_docs("`inspect` of a checkpoint")
