@@ -50,7 +50,7 @@ def needs_torch(what: str, gpu: bool = False) -> BridgeError:
     """The error of what needs torch, where that is missing; on Linux, PyPI's has CUDA's gigabytes, which only a GPU
     needs."""
     cpu = " --index-url https://download.pytorch.org/whl/cpu" if sys.platform == "linux" and not gpu else ""
-    return BridgeError(f"{what} needs torch: pip install torch{cpu}")
+    return BridgeError(f"{what} needs torch; pip install torch{cpu}")
 
 
 @contextmanager

@@ -19,4 +19,5 @@ COMMANDS = {
     "warmup": ("use.warmup", "compile the kernels that a model needs on this CPU, now"),
     "plot": ("plot", "draw a report, or a benchmark's figures"),
     "cache": ("cache", "list or clear the cache: converted models, compiled kernels"),
+    "completion": ("completion", "print what completes this program's options in a shell"),
 }

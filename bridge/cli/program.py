@@ -9,7 +9,7 @@ import re
 import signal
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout, suppress
 from importlib import import_module
 from typing import Any, NoReturn
@@ -189,7 +189,9 @@ class _Help(argparse.Action):
 
 
 class _Program(_Parser):
-    """The program's parser, which finds the command."""
+    """The program's parser, which finds the command; `commands`: their parsers by name."""
+
+    commands: Mapping[str, argparse.ArgumentParser]
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         words = list(args or ())
@@ -216,7 +218,7 @@ def import_command(argv: Sequence[str]) -> str | None:
     return None if name is None else import_module(f"bridge.cli.{COMMANDS[name][0]}").__name__
 
 
-def _parser(argv: Sequence[str] | None = None) -> argparse.ArgumentParser:
+def _parser(argv: Sequence[str] | None = None) -> _Program:
     """The program's parser; with the options of the command in `argv` alone, where it is given."""
     from bridge import __version__
 
@@ -230,4 +232,10 @@ def _parser(argv: Sequence[str] | None = None) -> argparse.ArgumentParser:
                 import_module(f"bridge.cli.{module}").add_parser(commands)
         else:
             commands.add_parser(name, help=help)
+    parser.commands = commands.choices
     return parser
+
+
+def command_parsers() -> dict[str, argparse.ArgumentParser]:
+    """The parsers of all commands by name."""
+    return {name: parser for name, parser in _parser().commands.items() if name in COMMANDS}

@@ -456,7 +456,7 @@ def test_without_torch_the_package_to_install_is_named(text, monkeypatch) -> Non
     monkeypatch.setattr("bridge.quantize.settings.find_spec", lambda name: None)
     for system, index in (("linux", " --index-url https://download.pytorch.org/whl/cpu"), ("darwin", "")):
         monkeypatch.setattr("sys.platform", system)
-        with pytest.raises(BridgeError, match=f"needs torch: pip install torch{index}$"):
+        with pytest.raises(BridgeError, match=f"needs torch; pip install torch{index}$"):
             Calibration(text)
     monkeypatch.setattr("bridge.quantize.settings.find_spec", lambda name: None if name == "transformers" else name)
     with pytest.raises(BridgeError, match=r"needs transformers: pip install 'gguf-bridge\[quantize\]'"):

@@ -68,6 +68,9 @@ class TensorPlace:
         return self.n_layers == 80 and (self.arch == "qwen2" or (self.arch == "llama" and self.gqa > 1))
 
 
+TYPE_NAMES = ["auto", "exact", *_SIZES, *FLOAT_TYPES, *(name for name in PRESETS if name not in _SIZES)]
+
+
 class Unmet(NamedTuple):
     """A type that was asked for, and why a tensor does not become it; `columns`: of its rows, where these are why."""
 
@@ -120,8 +123,7 @@ class Recipe:
         check_types(self)
         base = {"AUTO": "auto", "EXACT": "exact"}.get(self.type.upper(), self.type.upper())
         if base not in ("auto", "exact", *_SIZES, *FLOAT_TYPES, *PRESETS):
-            known = ["auto", "exact", *_SIZES, *FLOAT_TYPES, *(p for p in PRESETS if p not in _SIZES)]
-            raise unknown("type", self.type, known)
+            raise unknown("type", self.type, TYPE_NAMES)
         object.__setattr__(self, "type", base)
         for name in ("output_type", "token_embd_type", "actorder_type"):
             if getattr(self, name):
