@@ -409,9 +409,13 @@ class Model:
         if not ids:
             raise BridgeError("the prompt is empty; give at least one token")
         if len(ids) > self.context:
+            fact, trained = f"the prompt has {len(ids)} tokens, the context holds {self.context}", self.config.context
+            if len(ids) > trained:
+                raise BridgeError(f"{fact}; shorten it: the model was trained for {trained}")
+            larger = min(trained, 1 << len(ids).bit_length())
             raise BridgeError(
-                f"the prompt has {len(ids)} tokens, the context holds {self.context}; shorten it, or load the model "
-                "with a larger context"
+                f"{fact}; shorten it, or raise that with {parameter('context', larger)}: the model was trained for "
+                f"{trained}"
             )
         bad = next((token for token in ids if not 0 <= token < self._decoder.vocab), None)
         if bad is not None:
@@ -434,7 +438,7 @@ class Model:
 
     def _tokens(self, ids: list[int], max_tokens: int, sampler: Sampler, drafter: Drafter | None) -> Iterator[int]:
         timing = self.timing = Timing(prompt_tokens=len(ids))
-        limit, ends = min(max_tokens, self.context), self.tokenizer.stops
+        limit, ends = min(max_tokens, self.context + 1), self.tokenizer.stops  # a full context has one token fewer
         yield from reply_tokens(self._shared, timing, ids, sampler, drafter, limit, ends)
 
     def taken(self) -> AbstractContextManager[Any]:

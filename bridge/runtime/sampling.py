@@ -45,7 +45,7 @@ class Sampling:
 
     temperature: float = option(
         0.8, "divisor of the logits before the draw; 0: always the most likely token", flag="--temp --temperature",
-        metavar="T",
+        metavar="T", usual=True,
     )  # fmt: skip
     top_k: int = option(40, "number of the most likely tokens to draw from; 0: all", metavar="K")
     top_p: float = option(0.95, "draw from the fewest tokens whose probabilities add up to P; 1: all", metavar="P")
@@ -53,7 +53,7 @@ class Sampling:
         0.05, "draw from tokens at least P times as likely as the most likely one; 0: all", metavar="P"
     )
     seed: int | None = option(
-        None, "seed of the draws: the same one gives the same text", metavar="N", parse=int, says="random"
+        None, "seed of the draws: the same one gives the same text", metavar="N", parse=int, says="random", usual=True
     )
     repeat_penalty: float = option(
         1.0, "divisor of the positive logits, and factor of the negative ones, of recent tokens; 1: none", metavar="R"

@@ -22,7 +22,7 @@ from types import NoneType, UnionType
 from typing import Any, NamedTuple, ParamSpec, TypeVar, get_args, get_origin, get_type_hints
 
 from bridge.errors import BridgeError, parameter
-from bridge.system.text import nearest
+from bridge.system.text import meant
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -36,8 +36,9 @@ class Flag(NamedTuple):
     metavar  placeholder of the value in the help; None for a switch
     parse    from text to the value, as argparse's `type`
     choices  the values that are possible, if they are few
-    several  whether the flag takes several values
     default  words for the default in the help instead of the value; "" for nothing
+    several  whether the flag takes several values
+    usual    whether `--help` shows it; others are left to `--help-all`
     """
 
     help: str
@@ -47,15 +48,16 @@ class Flag(NamedTuple):
     choices: Sequence[str] | None
     default: str | None
     several: bool = False
+    usual: bool = False
 
 
 def option(
     default: Any, help: str, *, flag: str | None = None, metavar: str | None = None,
     parse: Callable[[str], Any] | None = None, choices: Sequence[str] | None = None, says: str | None = None,
-    several: bool = False,
+    several: bool = False, usual: bool = False,
 ) -> Any:  # fmt: skip
     """A dataclass field with a flag; see `Flag` for the arguments, `says` is its `default`."""
-    metadata = {"flag": Flag(help, flag, metavar, parse, choices, says, several)}
+    metadata = {"flag": Flag(help, flag, metavar, parse, choices, says, several, usual)}
     return field(default=default, metadata=metadata) if default is not MISSING else field(metadata=metadata)
 
 
@@ -115,9 +117,8 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
             hints.update({name: _hint_of(p, function) for name, p in signature.parameters.items()})
         for name in kwargs:
             if name not in (known := _keywords(function)):
-                near = nearest(name, known)
-                hint = f"; did you mean {near}?" if near else ""
-                raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}{hint}")
+                why = f"got an unexpected keyword argument {name!r}{meant(name, known)}"
+                raise TypeError(f"{function.__name__}() {why}")
         arguments: dict[str, Any] = {}
         with suppress(TypeError):  # Python's own sentence on arguments that are missing or too many follows
             arguments = signature.bind(*args, **kwargs).arguments

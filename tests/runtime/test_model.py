@@ -18,7 +18,7 @@ import pytest
 
 import bridge
 from bridge.blocks import BLOCKS
-from bridge.cli.use import run as commands
+from bridge.cli.use import chat, run
 from bridge.errors import BridgeError
 from bridge.runtime.model import Model
 from bridge.runtime.replies.perplexity import perplexity
@@ -535,7 +535,9 @@ def test_positions_that_are_none_are_refused(model: Model) -> None:
 
 def call(*arguments: str) -> int:
     parser = argparse.ArgumentParser()
-    commands.add_parser(parser.add_subparsers(required=True))
+    commands = parser.add_subparsers(required=True)
+    for module in (chat, run):
+        module.add_parser(commands)
     options = parser.parse_args(arguments)
     return options.run(options)
 

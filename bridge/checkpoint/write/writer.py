@@ -34,6 +34,7 @@ from bridge.system.kernels import compiling
 from bridge.system.options import checked
 from bridge.system.progress import Progress
 from bridge.system.storage.files import expanded
+from bridge.system.text import unknown
 
 _CHUNK = 8 << 20  # bytes of floats copied at a time
 _TOWERS = frozenset({"vision_config", "audio_config"})  # keys of the config of a model of several parts
@@ -86,7 +87,7 @@ class CheckpointWriter:
         shard_size: int = 5_000_000_000, force: bool = False, progress: Progress | None = None,
     ) -> None:  # fmt: skip
         if format not in FORMATS and (layers or format is not None):
-            raise BridgeError(f"unknown checkpoint format {format!r}: choose one of {', '.join(FORMATS)}")
+            raise unknown("checkpoint format", str(format), [*FORMATS])
         if ckpt.quant.method is not None:
             raise BridgeError(f"{ckpt.path}: is already {ckpt.format}; quantize the original float model")
         self._begun = compiling.clock()

@@ -26,8 +26,7 @@ def add_parser(commands: Any) -> None:
         "out", nargs="?", help="the GGUF to write (default: the checkpoint's name and the type, in the current folder)"
     )
     add_plan_options(p)
-    options.add_options(p.add_argument_group("plan"), ConvertOptions, ["plan", "shard"])
-    options.add_options(p.add_argument_group("adapter"), ConvertOptions, ["merge"])
+    options.add_options(p, "plan", ConvertOptions, ["plan", "shard", "merge"])
     options.add_calibration(p)
     options.add_budget(p, requantize=True)
     options.add_output(p)
@@ -36,10 +35,10 @@ def add_parser(commands: Any) -> None:
 
 def add_plan_options(p: argparse.ArgumentParser) -> None:
     """The options that a plan depends on; `choices` reads them."""
-    options.add_options(p.add_argument_group("model"), ConvertOptions, MODEL)
-    types = p.add_argument_group("types")
-    options.add_options(types, ConvertOptions, [*TYPES, "actorder_type", "target", "detect_lattice", "imatrix"])
-    types.add_argument("--exact", action="store_true", help="short for --type exact")
+    names = [*TYPES, "actorder_type", "target", "detect_lattice", "imatrix"]
+    options.add_options(p, "types", ConvertOptions, names)
+    options.further(p, "types").add_argument("--exact", action="store_true", help="short for --type exact")
+    options.add_options(p, "model", ConvertOptions, MODEL)
 
 
 def choices(a: argparse.Namespace) -> dict[str, Any]:

@@ -21,18 +21,20 @@ def add_parser(commands: Any) -> None:
         "checkpoint", metavar="MODEL", help="folder with config.json and float weights, a Hub id (org/name), or a GGUF"
     )
     p.add_argument("out", nargs="?", help="GGUF to write, or folder of --format (default: the model's name and type)")
-    options.add_calibration(p)
-    options.add_budget(p)
-    types = p.add_argument_group("types")
-    types.add_argument(
+    p.add_argument(
         "--type", default=argparse.SUPPRESS, metavar="TYPE",
         help="a block type or a llama.cpp preset for the layers, or F16, BF16 or F32, which need no text "
         "(default: Q4_K, without --size or --bpw; of a checkpoint with codes, those that hold them)",
     )  # fmt: skip
-    options.add_options(types, ConvertOptions, [name for name in convert.TYPES if name != "type"])
-    options.add_options(p.add_argument_group("model"), ConvertOptions, convert.MODEL)
-    groups = p.add_argument_group("a checkpoint instead of a GGUF")
-    groups.add_argument("--format", choices=QUANTIZED, help=in_words(QUANTIZED))
+    options.add_calibration(p)
+    options.add_budget(p)
+    options.add_options(p, "types", ConvertOptions, [name for name in convert.TYPES if name != "type"])
+    options.add_options(p, "model", ConvertOptions, convert.MODEL)
+    p.add_argument(
+        "--format", choices=QUANTIZED, metavar="NAME",
+        help=f"write a checkpoint instead of a GGUF: {in_words(QUANTIZED)}",
+    )  # fmt: skip
+    groups = options.further(p, "with --format")
     unset = argparse.SUPPRESS  # so that `run` sees what was asked for; the defaults are the function's
     groups.add_argument("--bits", type=int, default=unset, metavar="N", help="bits of a code (default: 4)")
     groups.add_argument(

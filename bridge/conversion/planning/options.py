@@ -53,10 +53,10 @@ class PlanOptions(Recipe):
     )
     no_mtp: bool = option(False, "leave out the layers that predict further tokens at once (MTP)")
     split_max_size: int | None = option(
-        None, "write shards of at most this size, such as 4G or 500M", metavar="SIZE", parse=size
+        None, "write shards of at most this size, such as 4G or 500M", metavar="SIZE", parse=size, usual=True
     )
     name: str | None = option(
-        None, "general.name: what programs call the model", metavar="TEXT", says="from the checkpoint"
+        None, "general.name: what programs call the model", metavar="TEXT", says="from the checkpoint", usual=True
     )
     author: str | None = option(None, "general.author", metavar="TEXT", says="from the checkpoint")
     metadata: Mapping[str, Any] | Sequence[tuple[str, Any]] = option(
@@ -67,8 +67,8 @@ class PlanOptions(Recipe):
     pre: str | None = option(
         None, "tokenizer.ggml.pre, where the pre-tokenizer is not recognised (such as qwen2)", metavar="NAME"
     )
-    threads: int | None = option(None, "worker threads", metavar="N", parse=positive, says="one per CPU")
-    force: bool = option(False, "replace files that exist")
+    threads: int | None = option(None, "worker threads", metavar="N", parse=positive, says="one per CPU", usual=True)
+    force: bool = option(False, "replace files that exist", usual=True)
     calibrate: Calibration | None = None
 
     def __post_init__(self) -> None:
@@ -115,7 +115,7 @@ class Budget:
 
     size: int | None = option(
         None, "size of the whole file, such as 4.2G, never exceeded: each tensor gets the type that loses least",
-        metavar="SIZE", parse=size,
+        metavar="SIZE", parse=size, usual=True,
     )  # fmt: skip
     bpw: float | None = option(
         None, "instead of --size: bits per weight over all tensors' data, without the file's head", metavar="X",
@@ -151,7 +151,7 @@ class ConvertOptions(PlanOptions):
 
     plan: str | Path | None = option(
         None, "execute this plan of `gguf-bridge plan`, instead of choosing types; types in it may have been edited",
-        metavar="PLAN.json", parse=Path,
+        metavar="PLAN.json", parse=Path, usual=True,
     )  # fmt: skip
     shard: tuple[int, int] | None = option(
         None, "with --plan: write only shard I of N (identical to the one a full run writes)", metavar="I/N",
@@ -162,7 +162,7 @@ class ConvertOptions(PlanOptions):
         "folder of a PEFT adapter (LoRA, DoRA) to merge: the matrices that it changes are requantized, all others keep "
         "their codes", metavar="ADAPTER", parse=Path,
     )  # fmt: skip
-    modelfile: bool = option(False, "write an Ollama Modelfile next to the GGUF")
+    modelfile: bool = option(False, "write an Ollama Modelfile next to the GGUF", usual=True)
     budget: Budget | None = None
 
     def __post_init__(self) -> None:
