@@ -168,14 +168,15 @@ def test_a_loop_of_openais_client_calls_a_tool_and_goes_on(running: Server) -> N
 
 def test_langchain_binds_tools_and_gets_structured_output(running: Server) -> None:
     langchain = pytest.importorskip("langchain_openai")
-    pydantic = pytest.importorskip("pydantic")
+    from pydantic import create_model  # which comes with it
+
     model = langchain.ChatOpenAI(base_url=f"{running.url}/v1", api_key="none", model="m", max_tokens=80, temperature=0)
     bound = model.bind_tools(TOOLS, tool_choice="any", parallel_tool_calls=False)
     (call,) = bound.invoke("Speak.").tool_calls
     assert call["name"] in ("roll_dice", "time")
     chunks = [chunk for message in bound.stream("Speak.") for chunk in message.tool_call_chunks]
     assert [chunk["name"] for chunk in chunks] == [call["name"]]
-    Number = pydantic.create_model("Number", number=(int, ...))
+    Number = create_model("Number", number=(int, ...))
     for method in ("function_calling", "json_schema"):
         assert isinstance(model.with_structured_output(Number, method=method).invoke("Speak."), Number)
 
