@@ -5,6 +5,7 @@ A message states the fact, the file or tensor, and the way out, in one line. The
 with `parameter`: `force=True` in Python, `--force` on the command line.
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -43,6 +44,13 @@ def parameter(name: str, value: object = None) -> str:
 def refused(name: str, value: object, why: str) -> BridgeError:
     """The error of an argument that is refused: as the user gave it, see `parameter`, and why."""
     return BridgeError(f"{parameter(name, value)}: {why}")
+
+
+def needs_torch(what: str, gpu: bool = False) -> BridgeError:
+    """The error of what needs torch, where that is missing; on Linux, PyPI's has CUDA's gigabytes, which only a GPU
+    needs."""
+    cpu = " --index-url https://download.pytorch.org/whl/cpu" if sys.platform == "linux" and not gpu else ""
+    return BridgeError(f"{what} needs torch; pip install torch{cpu}")
 
 
 @contextmanager

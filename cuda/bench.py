@@ -24,7 +24,7 @@ from bridge.cuda.toolchain.unroll import expand, registers, unroll
 from numba import cuda
 
 from bridge.blocks.read import WRITTEN
-from bridge.runtime.bench import tensors_to_time
+from bridge.runtime.bench import ProductSpeed, tensors_to_time
 from bridge.runtime.quant_tensor import QuantTensor
 from bridge.system.progress import Progress
 
@@ -196,18 +196,9 @@ def torch_product(shape: tuple[int, int], device: Device, n: int = 1, dtype: str
     return seconds_from_memory(make, 2 * rows * columns)
 
 
-def _line(tensor: QuantTensor, seconds: float, nbytes: int, bandwidth: float) -> str:
-    """One product, with the read bandwidth of the run."""
-    speed = nbytes / seconds
-    return (
-        f"{tensor.type:<5} {'x'.join(map(str, tensor.shape)):<12} {1e6 * seconds:7.1f} us  {speed / 1e9:7.1f} GB/s, "
-        f"{100 * speed / bandwidth:3.0f}% of reading ({bandwidth / 1e9:.0f} GB/s)"
-    )
-
-
 def bench(
     what: str | Path, shape: tuple[int, int] | None = None, device: str = "cuda", progress: Progress | None = None
-) -> list[str]:
+) -> list[str | ProductSpeed]:
     """Lines to print for a type of block or the matrices of a GGUF; see runtime.bench."""
     gpu = require(device)
     check_torch(gpu)
@@ -218,10 +209,12 @@ def bench(
         progress(0, len(tensors), "")
     with gpu.active(), torch.cuda.device(gpu.index):
         bandwidth = read_bandwidth(gpu)
-        lines = [f"{gpu.name}, {gpu}"]
+        lines: list[str | ProductSpeed] = [f"{gpu.name}, {gpu}"]
         for done, tensor in enumerate(tensors, 1):
             timed = Bench(tensor, gpu)
-            lines.append(_line(tensor, timed.product(), timed.matrix.nbytes, bandwidth))
+            nbytes, taken = timed.matrix.nbytes, timed.product()
+            share = nbytes / taken / bandwidth
+            lines.append(ProductSpeed(tensor.type, tensor.shape, str(gpu), "", nbytes, taken, bandwidth, share))
             if progress:
                 progress(done, len(tensors), f"{tensor.type} {'x'.join(map(str, tensor.shape))}")
     return lines

@@ -7,5 +7,5 @@ import bridge
 checkpoint, out = sys.argv[1:]
 report = bridge.convert(checkpoint, out)
 print(report.table())
-worst = max((t for t in bridge.verify(out, checkpoint).tensors if t.fidelity), key=lambda t: t.fidelity.nmse)
-print(f"largest error on disk: {worst.name}, NMSE {worst.fidelity.nmse:.1e}")
+nmse, name = max((t.fidelity.nmse, t.name) for t in bridge.verify(out, checkpoint).tensors if t.fidelity)
+print(f"largest error on disk: {name}, NMSE {nmse:.1e}")

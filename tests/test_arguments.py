@@ -14,6 +14,7 @@ import bridge
 from bridge.conversion.checkpoints.to_checkpoint import quantize_checkpoint
 from bridge.conversion.converter import plan_checkpoint
 from bridge.errors import BridgeError
+from bridge.runtime.replies.batch import Batch
 from bridge.runtime.replies.perplexity import perplexity
 from tests.conftest import CHECKPOINT
 
@@ -55,6 +56,11 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], dict[str, Any], list[str]]] = {
         bridge.repack,
         {"source": NOWHERE, "out": NOWHERE},
         ["source", "out", "checkpoint_format", "config", "clamp", "force", "progress"],
+    ),
+    "quantize_gguf": (
+        bridge.quantize_gguf,
+        {"source": NOWHERE},
+        ["source", "output", "type", "calibrate", "budget", "modelfile", "progress", "save_as", "config", "threads"],
     ),
     "quantize_checkpoint": (
         quantize_checkpoint,
@@ -138,3 +144,29 @@ def test_python_says_what_is_missing() -> None:
 def test_every_function_with_progress_tells_what_it_is_called_with(function) -> None:
     text = " ".join((inspect.getdoc(FUNCTIONS[function][0]) or "").split())
     assert "called" in text.partition("progress")[2][:80]
+
+
+WRONG_KEYWORDS = [
+    (bridge.Model.generate, "tempreature", "temperature"),
+    (bridge.Model.generate_tokens, "max_token", "max_tokens"),
+    (bridge.Model.generate_scored, "logprob", "logprobs"),
+    (bridge.Model.generate_batch, "regexp", "regex"),
+    (bridge.Model.chat, "template_option", "template_options"),
+    (Batch.add, "sed", "seed"),
+    (bridge.convert, "tensor_type", "tensor_types"),
+    (bridge.quantize_gguf, "calibration", "calibrate"),
+    (plan_checkpoint, "treads", "threads"),
+    (bridge.open_gguf, "laod", "load"),
+    (bridge.quantize.gptq, "groupsize", "group_size"),
+    (bridge.quantize.quantize_model, "two_side", "two_sided"),
+    (bridge.quantize.write_checkpoint, "shardsize", "shard_size"),
+]
+
+
+@pytest.mark.parametrize(("function", "wrong", "meant"), WRONG_KEYWORDS)
+def test_a_wrong_keyword_is_said_with_the_function_and_the_keyword_that_is_near(function, wrong, meant) -> None:
+    said = f"{function.__name__}() got an unexpected keyword argument"
+    for keyword, hint in ((wrong, f"; did you mean {meant}?"), ("zzz", "")):
+        with pytest.raises(TypeError) as error:
+            function(None, None, **{keyword: 1})
+        assert str(error.value) == f"{said} {keyword!r}{hint}"

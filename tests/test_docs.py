@@ -332,6 +332,7 @@ def test_a_python_snippet_runs(code, tmp_path, small_model, request, monkeypatch
     files = {"model-gptq": CHECKPOINT, "org/model-gptq": CHECKPOINT, "org/model": small_model}
     if "llama-" in code:
         files |= request.getfixturevalue("trellis_checkpoints")
+    (tmp_path / "text.txt").write_text("KING RICHARD:\nNow is the winter of our discontent. " * 600)
     for name, there in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).symlink_to(there)

@@ -4,6 +4,7 @@ import argparse
 import time
 from typing import Any
 
+from bridge.cli.json_output import add_json, print_json
 from bridge.cli.options import command
 from bridge.errors import BridgeError
 from bridge.system.storage.cache import cache_folder, entries, remove
@@ -24,12 +25,17 @@ def add_parser(commands: Any) -> None:
         "--kernels", action="store_true",
         help="with --clear: remove compiled kernels too, which the next start of a command compiles again",
     )  # fmt: skip
+    add_json(p)
 
 
 def run(a: argparse.Namespace) -> int:
     cached = entries()
     if a.kernels and a.clear is None:
         raise BridgeError("--kernels needs --clear")
+    if a.clear is None and a.json:
+        listed = [{"kind": e.kind, "name": e.path.name, "bytes": e.nbytes, "last_used": e.used} for e in cached]
+        print_json({"folder": cache_folder(), "bytes": sum(e.nbytes for e in cached), "entries": listed})
+        return 0
     if a.clear is None:
         rows = [_row(e.kind, e.path.name, e.nbytes, e.used) for e in cached if e.kind not in _KERNELS]
         if kernels := [e for e in cached if e.kind in _KERNELS]:
@@ -47,12 +53,13 @@ def run(a: argparse.Namespace) -> int:
         chosen = named + [e for e in cached if named and a.kernels and e.kind in _KERNELS and e not in named]
     if a.clear and not chosen:
         raise BridgeError(f"{a.clear}: no such entry in {cache_folder()}; `gguf-bridge cache` lists the entries")
-    freed = 0
-    for entry in chosen:
-        if remove(entry):
-            freed += entry.nbytes
-        else:
-            print(f"not removed: {entry.path.name}, a process is using it")
+    kept = [entry for entry in chosen if not remove(entry)]
+    freed = sum(entry.nbytes for entry in chosen if entry not in kept)
+    if a.json:
+        print_json({"folder": cache_folder(), "removed_bytes": freed, "in_use": [entry.path.name for entry in kept]})
+        return 0
+    for entry in kept:
+        print(f"not removed: {entry.path.name}, a process is using it")
     print(f"removed {size_text(freed)} from {cache_folder()}")
     return 0
 

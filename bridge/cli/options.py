@@ -1,7 +1,9 @@
 """Commands and their options: flags are made of the fields of the dataclasses that Python takes too.
 
-add_options(parser, Sampling)            a flag for each field
-Sampling(**given(namespace, Sampling))   with what was asked for; defaults and checks are the dataclass's
+add_options(parser, "sampling", Sampling)  a flag for each field
+Sampling(**given(namespace, Sampling))     with what was asked for; defaults and checks are the dataclass's
+
+A command's `--help` lists the options that are added to its parser itself; those of groups are left to `--help-all`.
 """
 
 import argparse
@@ -21,7 +23,10 @@ if TYPE_CHECKING:
     from bridge.quantize.settings import Calibration
 
 # what is converted
-SOURCE = "folder with config.json and weights, a Hub id to download (org/name, org/name@branch), a .pt, or a GGUF"
+SOURCE = (
+    "folder with config.json and weights, a .pt, a GGUF, or a Hub id to download (org/name, org/name@branch, "
+    "org/name:Q4_K_M)"
+)
 CHECKPOINT = "folder with config.json and weights, a Hub id to download (org/name, org/name@branch), or a .pt"
 
 
@@ -32,16 +37,21 @@ def command(
     help = COMMANDS[name][1]
     parser: argparse.ArgumentParser = commands.add_parser(
         name, help=help, description=description or help[0].upper() + help[1:] + ".",
-        formatter_class=argparse.RawDescriptionHelpFormatter if description else argparse.HelpFormatter,
     )  # fmt: skip
     parser.set_defaults(run=run)
-    parser.add_argument("--debug", action="store_true", help="show where an error comes from (traceback)")
+    further(parser).add_argument("--debug", action="store_true", help="show where an error comes from (traceback)")
     return parser
+
+
+def further(parser: Any, title: str = "further options") -> Any:
+    """The parser's group of this title, whose options `--help` leaves to `--help-all`."""
+    known = (group for group in parser._action_groups if group.title == title)
+    return next(known, None) or parser.add_argument_group(title)
 
 
 def add_numa(parser: argparse.ArgumentParser) -> None:
     """The option of commands that compute with a model on the CPU."""
-    parser.add_argument(
+    further(parser).add_argument(
         "--numa", choices=NUMA_WAYS,
         help="where threads run on a machine with several NUMA nodes: distribute them over all, or isolate them on the "
         "node of the first (default: where the system likes)",
@@ -57,8 +67,9 @@ class Once(argparse.Action):
         setattr(namespace, self.dest, values)
 
 
-def add_options(to: Any, settings: type, names: Sequence[str] | None = None) -> None:
-    """Add a flag to a parser or group for each field of a dataclass that `option` made, or for those in `names`.
+def add_options(parser: Any, title: str, settings: type, names: Sequence[str] | None = None) -> None:
+    """Add a flag to a parser for each field of a dataclass that `option` made, or for those in `names`; to the group
+    `title` those that are not `usual`.
 
     A field whose default is () may be given several times, and so may one that takes several values, which are added; a
     file is given once; numbers are parsed as their default's type.
@@ -83,6 +94,7 @@ def add_options(to: Any, settings: type, names: Sequence[str] | None = None) -> 
         unset = f.default in (None, MISSING, "", ()) or f.default is False
         default = flag.default if flag.default is not None else "" if unset else shown
         help = f"{flag.help} (default: {default})" if default else flag.help
+        to = parser if flag.usual else further(parser, title)
         to.add_argument(*_spelled(f), help=help.replace("%", "%%"), **how)
 
 
@@ -115,7 +127,7 @@ def add_calibration(p: argparse.ArgumentParser) -> None:
     """The options of `Calibration`; `calibration` reads them."""
     from bridge.quantize.settings import Calibration
 
-    add_options(p.add_argument_group("calibration"), Calibration)
+    add_options(p, "calibration", Calibration)
 
 
 def calibration(
@@ -142,7 +154,7 @@ def add_budget(p: argparse.ArgumentParser, requantize: bool = False) -> None:
     from bridge.conversion.planning.options import Budget
 
     names = ["size", "bpw", "swaps", "plan_out", "tensor_types_out", *(["requantize"] if requantize else [])]
-    add_options(p.add_argument_group("size budget (with --calibrate)"), Budget, names)
+    add_options(p, "size budget (with --calibrate)", Budget, names)
 
 
 def budget(a: argparse.Namespace, progress: Progress | None) -> "Budget | None":
@@ -161,20 +173,20 @@ def add_output(p: argparse.ArgumentParser) -> None:
     """The options of what is written, and by how many threads."""
     from bridge.conversion.planning.options import ConvertOptions
 
-    output = p.add_argument_group("output")
-    add_options(output, ConvertOptions, ["mmproj_type", "no_mtp", "split_max_size", "modelfile", "force", "threads"])
-    add_no_mmproj(output)
-    add_report(output)
+    names = ["mmproj_type", "no_mtp", "split_max_size", "modelfile", "force", "threads"]
+    add_options(p, "output", ConvertOptions, names)
+    add_no_mmproj(p)
+    add_report(p)
 
 
-def add_no_mmproj(p: Any) -> None:
+def add_no_mmproj(p: argparse.ArgumentParser) -> None:
     """--no-mmproj, short for --mmproj-type none."""
-    p.add_argument(
+    further(p, "output").add_argument(
         "--no-mmproj", action="store_const", const="none", dest="mmproj_type", default=argparse.SUPPRESS,
         help="short for --mmproj-type none",
     )  # fmt: skip
 
 
-def add_report(p: Any) -> None:
+def add_report(p: argparse.ArgumentParser) -> None:
     """--report, of `convert`, `quantize` and `verify`."""
     p.add_argument("--report", metavar="FILE.json", type=Path, help="write the fidelity of each tensor as JSON")

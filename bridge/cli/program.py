@@ -3,12 +3,13 @@
 import argparse
 import gc
 import io
+import itertools
 import os
 import re
 import signal
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout, suppress
 from importlib import import_module
 from typing import Any, NoReturn
@@ -19,7 +20,7 @@ from bridge.cli.use.terminal import Printable, StatusLine, Terminated
 from bridge.errors import BridgeError, BridgeWarning, shortened, spelled
 from bridge.system.cpu.row_threads import sleep_when_idle
 from bridge.system.kernels.compiling import reporting_to
-from bridge.system.text import tell
+from bridge.system.text import meant, tell
 
 _DESCRIPTION = """\
 GPTQ, AWQ, compressed-tensors, MLX, HQQ and other quantized checkpoints become
@@ -28,19 +29,14 @@ over wherever GGUF can hold them.
 """
 _EXAMPLES = """\
 examples:
-  gguf-bridge inspect Qwen2.5-7B-GPTQ       shows what convert would do
-  gguf-bridge convert Qwen2.5-7B-GPTQ       writes Qwen2.5-7B-GPTQ-Q4_K.gguf
-  gguf-bridge convert org/name out.gguf     downloads from the Hub first
-  gguf-bridge quantize Qwen2.5-7B out.gguf --type Q4_K --calibrate text.txt
-  gguf-bridge quantize Qwen2.5-7B out.gguf --size 4.2G --calibrate text.txt
-  gguf-bridge verify out.gguf Qwen2.5-7B-GPTQ
-  gguf-bridge repack old-gptq new --checkpoint-format gptq_v2
-  gguf-bridge export out.gguf folder --format gptq_v2 --config Qwen2.5-7B-GPTQ
-  gguf-bridge edit out.gguf --set general.name=Mine -o new.gguf
-  gguf-bridge run out.gguf -p "Once upon a time"
-  gguf-bridge run org/name -p "Once upon a time"    converts it first
-  gguf-bridge chat out.gguf
-  gguf-bridge serve out.gguf --port 8080
+  gguf-bridge run model.gguf                           chat
+  gguf-bridge run org/model-GGUF:Q4_K_M "Who are you?" download it, answer once
+  gguf-bridge convert org/model-gptq model.gguf        keep the integer codes
+  gguf-bridge quantize org/model model.gguf --size 4G  round a float model
+  gguf-bridge inspect model.gguf                       show what is in it
+  gguf-bridge serve model.gguf                         serve OpenAI's clients
+
+gguf-bridge COMMAND --help lists a command's options; gguf-bridge --version.
 """
 
 
@@ -110,33 +106,110 @@ def _terminate(number: int, *_: object) -> NoReturn:
 
 
 class _Parser(argparse.ArgumentParser):
-    """An argparse parser whose errors are one line, like all others."""
+    """A command's argparse parser: errors are one line, like all others, and the help has the usual options only.
+
+    Words may stand before, between and after options.
+    """
+
+    def __init__(self, **how: Any) -> None:
+        super().__init__(**how, add_help=False)
+        self._parsing = False
+        self.add_argument("-h", "--help", action=_Help, help="show this help")
+        self.add_argument("--help-all", action=_Help, help="list all options")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Answer a mistyped option first: what argparse misses may be a consequence."""
+        if self._parsing:  # argparse's own second call, of words and options apart
+            return super().parse_known_args(args, namespace)
+        self._refuse_mistyped(args or ())
+        self._parsing = True
+        try:
+            namespace, extra = self.parse_known_intermixed_args(args, namespace)
+        except _HelpAsked as asked:
+            print(self.format_help(asked.everything), end="")
+            self.exit()
+        finally:
+            self._parsing = False
+        if extra:
+            option = extra[0].startswith("-")
+            self.error(f"{'unknown option' if option else 'one argument too many:'} {extra[0].partition('=')[0]}")
+        return namespace, extra
+
+    def _refuse_mistyped(self, words: Sequence[str]) -> None:
         known = list(self._option_string_actions)
-        for word in args or () if self._subparsers is None else ():
+        for word in words:
             name = word.partition("=")[0]
             if word == "--":
                 break
             if not re.fullmatch(r"--[\w-]+", name) or any(option.startswith(name) for option in known):
                 continue
-            if near := _nearest(name, known):
-                raise BridgeError(f"unknown option {name}; did you mean {near}?")
-        return super().parse_known_args(args, namespace)
+            if near := meant(name, known):
+                raise BridgeError(f"unknown option {name}{near}")
 
     def error(self, message: str) -> NoReturn:
         wrong = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
-        near = _nearest(wrong[1], re.findall(r"[\w.-]+", wrong[2])) if wrong else None
-        hint = f"; did you mean {near}?" if near else f"; see {self.prog} --help"
-        raise BridgeError(message + hint)
+        near = wrong and meant(wrong[1], re.findall(r"[\w.-]+", wrong[2]))
+        raise BridgeError(message + (near or f"; see {self.prog} --help"))
+
+    def format_help(self, everything: bool = False) -> str:
+        """The command's help, with the usual options or with all."""
+        usual, rest = self._action_groups[:2], [group for group in self._action_groups[2:] if group._group_actions]
+        formatter = self._get_formatter()
+        needed = [action for action in self._actions if action.required or not action.option_strings]
+        formatter.add_usage(None, needed, [], prefix="usage: ")
+        usage = formatter.format_help().replace(self.prog, f"{self.prog} [options]", 1)
+        formatter = self._get_formatter()
+        formatter.add_text(self.description)
+        for group in [*usual, *rest] if everything else usual:
+            formatter.start_section(group.title)
+            formatter.add_arguments(group._group_actions)
+            formatter.end_section()
+        if rest and not everything:
+            count = sum(len(group._group_actions) for group in rest)
+            formatter.add_text(f"{count} further option{'s' * (count != 1)}: {self.prog} --help-all")
+        return f"{usage}\n{formatter.format_help()}"
 
 
-def _nearest(word: str, known: Sequence[str]) -> str | None:
-    """The most similar of known words, if one is similar."""
-    from difflib import get_close_matches
+class _HelpAsked(Exception):
+    """--help or --help-all was found: the parser's answer, once it is not in the middle of parsing."""
 
-    return next(iter(get_close_matches(word, known, 1)), None)
+    def __init__(self, everything: bool) -> None:
+        super().__init__()
+        self.everything = everything
+
+
+class _Help(argparse.Action):
+    """--help and --help-all."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str) -> None:
+        super().__init__(option_strings, argparse.SUPPRESS, 0, default=argparse.SUPPRESS, help=help)
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> NoReturn:
+        raise _HelpAsked(option_string == "--help-all")
+
+
+class _Program(_Parser):
+    """The program's parser, which finds the command; `commands`: their parsers by name."""
+
+    commands: Mapping[str, argparse.ArgumentParser]
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        words = list(args or ())
+        before = list(itertools.takewhile(lambda word: word.startswith("-"), words))
+        self._refuse_mistyped(before)
+        if words[len(before) :] and (name := words[len(before)]) not in COMMANDS:
+            raise BridgeError(f"no command {name!r}" + (meant(name, COMMANDS) or "; see gguf-bridge --help"))
+        try:
+            return argparse.ArgumentParser.parse_known_args(self, args, namespace)
+        except _HelpAsked:
+            print(self.format_help(), end="")
+            self.exit()
+
+    def format_help(self, everything: bool = False) -> str:
+        """What the program is for, and its commands."""
+        width = max(map(len, COMMANDS))
+        lines = [f"  {name:{width}}  {help}" for name, (_, help) in COMMANDS.items()]
+        return "\n".join([f"usage: {self.prog} COMMAND ...", "", _DESCRIPTION, "commands:", *lines, "", _EXAMPLES])
 
 
 def import_command(argv: Sequence[str]) -> str | None:
@@ -145,16 +218,13 @@ def import_command(argv: Sequence[str]) -> str | None:
     return None if name is None else import_module(f"bridge.cli.{COMMANDS[name][0]}").__name__
 
 
-def _parser(argv: Sequence[str] | None = None) -> argparse.ArgumentParser:
+def _parser(argv: Sequence[str] | None = None) -> _Program:
     """The program's parser; with the options of the command in `argv` alone, where it is given."""
     from bridge import __version__
 
-    parser = _Parser(
-        prog="gguf-bridge", description=_DESCRIPTION, epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    parser = _Program(prog="gguf-bridge")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
     asked = None if argv is None else import_command(argv)
     for name, (module, help) in COMMANDS.items():
         if argv is None or f"bridge.cli.{module}" == asked:
@@ -162,4 +232,10 @@ def _parser(argv: Sequence[str] | None = None) -> argparse.ArgumentParser:
                 import_module(f"bridge.cli.{module}").add_parser(commands)
         else:
             commands.add_parser(name, help=help)
+    parser.commands = commands.choices
     return parser
+
+
+def command_parsers() -> dict[str, argparse.ArgumentParser]:
+    """The parsers of all commands by name."""
+    return {name: parser for name, parser in _parser().commands.items() if name in COMMANDS}

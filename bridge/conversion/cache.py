@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 import bridge
-from bridge.checkpoint.files.hub import model_name, resolve
+from bridge.checkpoint.files.hub import kind_of, model_name, resolve_model
 from bridge.checkpoint.files.weight_files import CONFIGS, WEIGHTS, config_folder
 from bridge.conversion.converter import convert
 from bridge.errors import BridgeError
@@ -58,7 +58,8 @@ def converted(
     progress: Progress | None = None,
     messages: Sequence[Mapping[str, str]] | None = None,
 ) -> Path:
-    """The GGUF of a checkpoint, converted unless it is in the cache; progress goes to standard error.
+    """The GGUF of a checkpoint, converted unless it is in the cache, or the one that a Hub repository has instead;
+    progress goes to standard error.
 
     checkpoint, config, progress  as for `convert`
     runnable                      GGUF architectures; others are refused before anything is converted
@@ -66,7 +67,9 @@ def converted(
 
     Raises BridgeError as `convert` does, and if the cache folder cannot be written.
     """
-    home = resolve(checkpoint, config)
+    home = resolve_model(checkpoint, config)
+    if kind_of(home, config) == "gguf":
+        return home
     arch = architecture(config_folder(home, config))
     if runnable and arch not in runnable:
         raise BridgeError(

@@ -54,7 +54,7 @@ def quantize_planned(
     layers, notes = quantize_layers(ckpt, settings, targets, folder, force)
     if settings.imatrix_out is not None and settings.blocks is None:
         measured = {name: (layer.importance(), layer.tokens) for name, layer in layers.layers.items()}
-        _write_imatrix(settings.imatrix_out, plan.tensors, measured, settings)
+        _write_imatrix(Path(settings.imatrix_out), plan.tensors, measured, settings)
 
     def reached(part: Part, how: How) -> How:
         if how != "calibrated" or part.layer in layers.layers:
@@ -98,6 +98,6 @@ def measured_importance(ckpt: Checkpoint, tensors: Sequence[ModelTensor], settin
 
     with TemporaryDirectory(dir=settings.offload) as folder:
         layers = mean_input_squares(model, tokens, batch=batch, offload=folder, memory=needs.layers, done=done)
-        file = settings.imatrix_out or Path(folder) / "imatrix.gguf"
+        file = Path(settings.imatrix_out or Path(folder) / "imatrix.gguf")
         _write_imatrix(file, tensors, layers, settings)
         return Importance(read_imatrix(file), None if settings.imatrix_out is None else str(file))

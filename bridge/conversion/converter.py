@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Unpack
 
 from bridge.checkpoint import Checkpoint
 from bridge.checkpoint.adapter import read_adapter
@@ -22,7 +22,7 @@ from bridge.conversion.planning.checkpoint_outline import outline_of
 from bridge.conversion.planning.importance import Importance
 from bridge.conversion.planning.matrix_scales import with_scales
 from bridge.conversion.planning.mmproj import mmproj_path
-from bridge.conversion.planning.options import ConvertOptions, PlanOptions
+from bridge.conversion.planning.options import ConvertKeywords, ConvertOptions, PlanKeywords, PlanOptions
 from bridge.conversion.planning.plan import Plan, PlannedTensor, main_type
 from bridge.conversion.planning.plan_file import save_plan, save_tensor_types
 from bridge.conversion.planning.plan_reader import load_plan
@@ -51,7 +51,7 @@ def convert(
     out: str | Path | None = None,
     *,
     progress: Progress | None = None,
-    **options: Any,
+    **options: Unpack[ConvertKeywords],
 ) -> Report:
     """Convert a quantized checkpoint to a GGUF file, carrying its integer codes, or a GGUF to other types.
 
@@ -134,9 +134,9 @@ def convert_as(
             assert calibrate is not None
             plan = within_budget(plan, planner, calibrate, options.budget, path)
             if options.budget.plan_out is not None:
-                save_plan(plan, str(checkpoint), options.budget.plan_out)
+                save_plan(plan, str(checkpoint), Path(options.budget.plan_out))
             if options.budget.tensor_types_out is not None:
-                save_tensor_types(plan, options.budget.tensor_types_out)
+                save_tensor_types(plan, Path(options.budget.tensor_types_out))
         if calibration is not None:
             optional = options.budget is not None
             plan, layers, more = quantize_planned(
@@ -247,7 +247,11 @@ def _write_modelfile(ckpt: Checkpoint, plan: Plan, file: Path, beside: list[str]
 
 @checked
 def plan_checkpoint(
-    checkpoint: str | Path, *, out: str | Path | None = None, progress: Progress | None = None, **options: Any
+    checkpoint: str | Path,
+    *,
+    out: str | Path | None = None,
+    progress: Progress | None = None,
+    **options: Unpack[PlanKeywords],
 ) -> Plan:
     """What `convert` would do with these options; `out`: also write it there as JSON, for `convert(plan=...)`.
 
@@ -266,7 +270,8 @@ def plan_as(
     """`plan_checkpoint` with its options in one object."""
     path = None if out is None else Path(out)
     texts = options.calibrate.files if options.calibrate else []
-    outputs = [path, options.calibrate.imatrix_out if options.calibrate else None]
+    imatrix_out = options.calibrate.imatrix_out if options.calibrate else None
+    outputs = [path, None if imatrix_out is None else Path(imatrix_out)]
     reads = ProtectedPaths().with_files(files_of(options.template, options.imatrix, *texts))
     check_outputs(outputs, options.force, reads)
     with open_source(

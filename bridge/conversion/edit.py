@@ -20,6 +20,7 @@ from gguf import GGUFValueType
 from gguf.gguf_writer import GGUFValue
 
 from bridge.checkpoint.files.folder import sync
+from bridge.checkpoint.files.hub import resolve_gguf
 from bridge.conversion.planning.metadata import with_given
 from bridge.errors import BridgeError, parameter, refused
 from bridge.gguf_file.header import Metadata, TensorEntry, check_basis, read_header
@@ -72,7 +73,7 @@ def edit(
     Raises BridgeError for a damaged file, a value of another type, a name that is not there or taken, and in place for
     a link or a file with several names (hard links).
     """
-    path = expanded(model)
+    path = resolve_gguf(model)
     if (out is None) != in_place:
         new, replaced = parameter("out"), parameter("in_place", True)
         problem = f"{new} and {replaced} exclude each other" if in_place else "nothing says which file to write"

@@ -14,7 +14,8 @@ def gguf_of(
     progress: Progress | None = None,
     messages: Sequence[Mapping[str, str]] | None = None,
 ) -> Path:
-    """The GGUF of a name: itself, or the one in the cache that `converted` makes of a checkpoint."""
+    """The GGUF of a name: itself, that of a Hub repository, or the one in the cache that `converted` makes of a
+    checkpoint."""
     if str(model).endswith(".gguf") and config is None:
         return Path(model)  # without the time that it takes to import what follows
     from bridge.checkpoint.files.hub import kind_of

@@ -37,7 +37,7 @@ def other_outputs(folder: Path, options: ConvertOptions) -> list[Path]:
         options.budget.plan_out if options.budget else None,
         options.budget.tensor_types_out if options.budget else None,
     ]
-    return [file for file in files if file is not None]
+    return [Path(file) for file in files if file is not None]
 
 
 def files_of(*named: str | Path | None) -> list[Path]:

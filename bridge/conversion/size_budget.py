@@ -86,7 +86,7 @@ def within_budget(plan: Plan, planner: Planner, settings: Calibration, budget: B
         raise BridgeError(f"{asked}: too large; the largest file that can be made of {ckpt.path} has {most} bytes")
     embeddings, head = model.embedding_and_head()
     embedding_and_head = embeddings, embeddings if plan.tied else head
-    beside = (settings.offload or out.parent) / out.name
+    beside = Path(settings.offload or out.parent) / out.name
     search = _Search(planner, model, embedding_and_head, settings, budget, items, limit - fixed, beside)
     chosen = planner.retyped(plan, search.types())
     size = file_bytes(with_scales(ckpt, chosen))

@@ -14,9 +14,34 @@ Names are imported when first used: PyTorch, and what needs transformers only th
 """
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bridge.system.cpu.row_threads import sleep_when_idle
+
+if TYPE_CHECKING:  # where the names come from, for editors and type checkers
+    from bridge.nn.gguf_quantizer import PackedConfig, register_gguf
+    from bridge.nn.hf_model import load
+    from bridge.nn.placement import replace_linears
+    from bridge.nn.preparation import prepare
+    from bridge.nn.quant_experts import QuantExperts
+    from bridge.nn.quant_linear import QuantEmbedding, QuantLinear
+    from bridge.nn.transformers_quantizer import Exl3Config, QtipConfig, register_quantizers
+    from bridge.nn.trellis_linear import replace_trellis
+
+__all__ = [
+    "Exl3Config",
+    "PackedConfig",
+    "QtipConfig",
+    "QuantEmbedding",
+    "QuantExperts",
+    "QuantLinear",
+    "load",
+    "prepare",
+    "register_gguf",
+    "register_quantizers",
+    "replace_linears",
+    "replace_trellis",
+]
 
 sleep_when_idle()
 
@@ -29,12 +54,14 @@ _LAZY = {
 }  # fmt: skip
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
-        raise AttributeError(f"module 'bridge.nn' has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(f"bridge.nn.{_LAZY[name]}"), name)
-    return value
+if not TYPE_CHECKING:  # for whom this would be a module with any name
+
+    def __getattr__(name: str) -> Any:
+        if name not in _LAZY:
+            raise AttributeError(f"module 'bridge.nn' has no attribute {name!r}")
+        value = globals()[name] = getattr(importlib.import_module(f"bridge.nn.{_LAZY[name]}"), name)
+        return value
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_LAZY])
+    return __all__

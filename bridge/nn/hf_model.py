@@ -7,7 +7,7 @@ model = bridge.nn.load("org/model", "model.gguf")       or it is a checkpoint's
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -21,12 +21,18 @@ from bridge.runtime import GGUFFile, open_gguf
 from bridge.runtime.tokenizer import stop_tokens
 from bridge.system.options import checked
 
+if TYPE_CHECKING:
+    from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
+
+    class LanguageModel(PreTrainedModel, GenerationMixin):
+        """A transformers model that generates, whatever its class."""
+
 
 @checked
 def load(
-    model_id_or_config: str | Path | Any, gguf: str | Path | GGUFFile | None = None, precision: str = "int8",
-    dtype: torch.dtype = torch.float32, device: Any = "cpu",
-) -> Any:  # fmt: skip
+    model_id_or_config: "str | Path | PretrainedConfig", gguf: str | Path | GGUFFile | None = None,
+    precision: str = "int8", dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu",
+) -> "LanguageModel":  # fmt: skip
     """A transformers model for inference with a GGUF's weights, of any architecture that `bridge.models` knows.
 
     model_id_or_config  a repository on the Hub, a folder with config.json, or a transformers config; or the GGUF

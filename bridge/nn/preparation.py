@@ -1,7 +1,5 @@
 """What a model's quantized modules need before their first products: done at once, with a progress bar on a GPU."""
 
-from typing import Any
-
 import torch
 from torch import nn
 
@@ -12,7 +10,7 @@ from bridge.system.options import checked
 
 
 @checked
-def prepare(model: nn.Module, dtype: Any = None) -> nn.Module:
+def prepare(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     """Get a model's quantized modules ready to multiply, and return it.
 
     On a GPU their kernels are compiled, in several processes; otherwise each first use of a shape takes seconds. On the

@@ -1,7 +1,6 @@
 """A checkpoint's trellis-coded layers in place of a torch model's Linears."""
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +15,9 @@ _PADDED = 128  # EXL3's sides may be padded to multiples of it
 
 
 @checked
-def replace_trellis(model: nn.Module, checkpoint: str | Path | Checkpoint, device: Any = "cpu") -> nn.Module:
+def replace_trellis(
+    model: nn.Module, checkpoint: str | Path | Checkpoint, device: str | torch.device = "cpu"
+) -> nn.Module:
     """Put a checkpoint's trellis-coded linears into a transformers model of its architecture; returns it.
 
     What the checkpoint stores as floats (embeddings, norms, linears that were skipped) is put in too.

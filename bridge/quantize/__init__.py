@@ -19,9 +19,32 @@ Needs PyTorch, and for whole models transformers (the `quantize` extra). Names a
 """
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bridge.system.cpu.row_threads import sleep_when_idle
+
+if TYPE_CHECKING:  # where the names come from, for editors and type checkers
+    from bridge.checkpoint.formats.written import Groups
+    from bridge.checkpoint.write.writer import CheckpointWriter, write_checkpoint
+    from bridge.quantize.method import Method, Quantized, groups, superblocks
+    from bridge.quantize.model.float_model import FloatModel
+    from bridge.quantize.run.layer_by_layer import gptq, quantize_block, quantize_model
+    from bridge.quantize.settings import Calibration
+
+__all__ = [
+    "Calibration",
+    "CheckpointWriter",
+    "FloatModel",
+    "Groups",
+    "Method",
+    "Quantized",
+    "gptq",
+    "groups",
+    "quantize_block",
+    "quantize_model",
+    "superblocks",
+    "write_checkpoint",
+]
 
 sleep_when_idle()
 
@@ -41,12 +64,14 @@ _LAZY = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
-        raise AttributeError(f"module 'bridge.quantize' has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(_LAZY[name]), name)
-    return value
+if not TYPE_CHECKING:  # for whom this would be a module with any name
+
+    def __getattr__(name: str) -> Any:
+        if name not in _LAZY:
+            raise AttributeError(f"module 'bridge.quantize' has no attribute {name!r}")
+        value = globals()[name] = getattr(importlib.import_module(_LAZY[name]), name)
+        return value
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_LAZY])
+    return __all__

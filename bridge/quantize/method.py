@@ -27,6 +27,7 @@ from bridge.quantize.solve.refine import metrics_of, move_all, product, refine, 
 from bridge.quantize.solve.target import HeldError, target_of
 from bridge.quantize.solve.two_sided import OutputHessian, RowSolver, output_shrinkage, round_two_sided
 from bridge.system.kernels import compiling
+from bridge.system.text import unknown
 
 _ROWS = 512  # sampled for the error: the product for all rows takes as long as a sweep of refinement
 _NEAREST_ROWS = 64  # of these, rounded to nearest for comparison
@@ -69,7 +70,7 @@ def superblocks(type: str, scale: float = 1.0) -> Callable[[int, int], Superbloc
     """Grids of a GGUF type for (rows, columns); `scale` of NVFP4, from a tensor of its own, multiplies the matrix."""
     block = (BLOCKS | CALIBRATED).get(type)
     if block is None:
-        raise BridgeError(f"unknown type {type!r}: choose one of {', '.join(BLOCKS | CALIBRATED)}")
+        raise unknown("type", type, [*(BLOCKS | CALIBRATED)])
     if block.values or block.numbered:
         return lambda rows, columns: CodebookGrid(block, rows, columns, scale)
     if block.is_k:

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bridge.errors import BridgeError, parameter, refused
+from bridge.errors import BridgeError, needs_torch, parameter, refused
 from bridge.quantize.text.sources import DEFAULT, Source, sources_of
 from bridge.system.options import check_types, count, option, positive, share, size
 from bridge.system.progress import Progress
@@ -36,9 +36,9 @@ class Calibration:
 
     text: Path | str | Iterable[Path | str] | None = option(
         DEFAULT,
-        "calibration texts: plain text, .jsonl, or token ids (.pt, .npy, .safetensors), or `default`: the model's own "
-        "samples and texts of this program; FILE:0.3 takes that share of the sequences from it",
-        flag="--calibrate", metavar="FILE", parse=str, several=True, says="",
+        "texts to quantize with: plain, .jsonl, or token ids (.pt, .npy, .safetensors), FILE:0.3 for a share; or "
+        "`default`: the model's own samples and texts of this program",
+        flag="--calibrate", metavar="FILE", parse=str, several=True, says="", usual=True,
     )  # fmt: skip
     samples: int | None = option(
         None, "maximum number of calibration sequences", metavar="N", parse=positive,
@@ -89,17 +89,17 @@ class Calibration:
     )  # fmt: skip
     device: str = option(
         "cpu", "device that calibrates the layers: cpu, cuda, or auto, which is cuda where PyTorch sees a GPU",
-        metavar="NAME", parse=str,
+        metavar="NAME", parse=str, usual=True,
     )  # fmt: skip
     memory: int | None = option(
         None, "the most memory to take, such as 12G; activations beyond it go to disk", metavar="SIZE", parse=size,
-        says="nine tenths of what is free",
+        says="nine tenths of what is free", usual=True,
     )  # fmt: skip
-    offload: Path | None = option(
+    offload: str | Path | None = option(
         None, "folder for activations that do not stay in memory", metavar="DIR", parse=Path,
         says="next to the output",
     )  # fmt: skip
-    imatrix_out: Path | None = option(
+    imatrix_out: str | Path | None = option(
         None, "also write llama.cpp's importance matrix of the same tokens", metavar="FILE", parse=Path, says=""
     )
     progress: Progress | None = field(default=None, compare=False, repr=False)
@@ -113,9 +113,10 @@ class Calibration:
         _ = self.sources
         if self.method not in METHODS:
             raise BridgeError(f"unknown method {self.method!r}: choose {', '.join(METHODS[:-1])} or {METHODS[-1]}")
-        for package in ("torch", "transformers"):
-            if find_spec(package) is None:
-                raise BridgeError(f"quantizing with a text needs {package}: pip install 'gguf-bridge[quantize]'")
+        if find_spec("torch") is None:
+            raise needs_torch("quantizing with a text", gpu=self.device != "cpu")
+        if find_spec("transformers") is None:
+            raise BridgeError("quantizing with a text needs transformers: pip install 'gguf-bridge[quantize]'")
         if sys.flags.optimize > 1:
             raise BridgeError(
                 "quantizing with a text needs transformers, which reads its own docstrings: unset PYTHONOPTIMIZE=2 "

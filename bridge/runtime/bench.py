@@ -20,7 +20,8 @@ from bridge.runtime.quant_tensor import QuantTensor
 from bridge.runtime.reader import open_gguf
 from bridge.system.devices import choose, cuda
 from bridge.system.progress import Progress
-from bridge.system.storage.files import expect_name
+from bridge.system.storage.files import expect_name, near_names
+from bridge.system.text import meant, unknown
 
 LARGE = (40960, 4096)  # from memory
 SMALL = (2048, 4096)  # from the cache
@@ -50,6 +51,35 @@ class ProductTiming:
         return statistics.median(other / ours for ours, other in pairs)
 
 
+@dataclass(frozen=True)
+class ProductSpeed:
+    """A product's speed, as `bench` tells it.
+
+    place      the number of threads, or the GPU
+    kernel     its name
+    nbytes     that a product reads, in `seconds`
+    bandwidth  bytes a second that the same threads, or the GPU, read
+    share      of that which the product reads
+    """
+
+    type: str
+    shape: tuple[int, ...]
+    place: str
+    kernel: str
+    nbytes: int
+    seconds: float
+    bandwidth: float
+    share: float
+
+    def __str__(self) -> str:
+        size = "x".join(map(str, self.shape))
+        return (
+            f"{self.type:<5} {size:<12} {self.place}  {1e6 * self.seconds:8.1f} us  "
+            f"{self.nbytes / self.seconds / 1e9:6.1f} GB/s, {100 * self.share:3.0f}% of reading "
+            f"({self.bandwidth / 1e9:.1f} GB/s)  {self.kernel}"
+        ).rstrip()
+
+
 def put_d(block: BlockType, raw: np.ndarray, halves: np.ndarray) -> None:
     """Set d of blocks, uint8 [..., nbytes], to float16 [...], if the type has one."""
     if block.d_at >= 0:
@@ -68,7 +98,7 @@ def put_dmin(block: BlockType, raw: np.ndarray, halves: np.ndarray) -> None:
 def random_tensor(type: str, rows: int, columns: int) -> QuantTensor:
     """A tensor of random codes, with scales around 0.01."""
     if type not in READ:
-        raise BridgeError(f"unknown type {type}: choose one of {', '.join(READ)}")
+        raise unknown("type", type, [*READ])
     block = READ[type]
     if columns % block.size:
         raise BridgeError(f"{type}: {columns} columns are not a multiple of {block.size}")
@@ -151,7 +181,8 @@ def tensors_to_time(
         return [random_tensor(name, *shape) for shape in shapes]
     expect_name(Path(what))
     if not Path(what).exists() and Path(what).suffix != ".gguf":
-        raise BridgeError(f"{what}: is neither a GGUF file nor a type ({', '.join(types)})")
+        near = meant(name, types) or near_names(Path(what))
+        raise BridgeError(f"{what}: is neither a GGUF file nor a type ({', '.join(types)}){near}")
     largest: dict[str, QuantTensor] = {}
     for tensor in open_gguf(what).tensors.values():
         known = largest.get(tensor.type)
@@ -166,8 +197,8 @@ def tensors_to_time(
 def bench(
     what: str | Path, shape: tuple[int, int] | None = None, device: str = "cpu", threads: int | None = None,
     progress: Progress | None = None,
-) -> list[str]:  # fmt: skip
-    """Lines to print: GB/s and the share of the read bandwidth, for a type of block or the matrices of a GGUF.
+) -> list[str | ProductSpeed]:  # fmt: skip
+    """Lines to print, for a type of block or the matrices of a GGUF: the speeds, and before them what there is to say.
 
     `what` is a type (then `shape` may be given) or the path of a GGUF, whose largest tensor of each type is timed.
     `progress` is called with the rounds of timing done, of how many, and the tensor's type and shape.
@@ -178,20 +209,18 @@ def bench(
         device, note = choose(device)
         if device != "cpu":
             return cuda("bench").bench(what, shape, device, progress)
-        return [note or "", *bench(what, shape, threads=threads, progress=progress)]
+        return [*([note] if note else []), *bench(what, shape, threads=threads, progress=progress)]
     count = threads or get_num_threads()
-    lines: list[str] = []
+    lines: list[str | ProductSpeed] = []
+    place = f"{count} thread{'s' * (count != 1)}"
     tensors = tensors_to_time(what, [shape] if shape else [LARGE, SMALL])
     told = progress or (lambda *_: None)
     done, total = itertools.count(1), len(tensors) * (_ROUNDS + 1)
     told(0, total, "")
     for tensor in tensors:
-        size = "x".join(map(str, tensor.shape))
-        name = f"{tensor.type} {size}"
+        name = f"{tensor.type} {'x'.join(map(str, tensor.shape))}"
         timing = measure(tensor, count, rounds=_ROUNDS, tick=lambda name=name: told(next(done), total, name))  # type: ignore[misc]
-        lines.append(
-            f"{tensor.type:<5} {size:<12} {count} thread{'s' * (count != 1)}  "
-            f"{timing.speed('matvec'):6.1f} GB/s, {100 * timing.ratio('read'):3.0f}% of reading "
-            f"({timing.speed('read'):.1f} GB/s)  {timing.kernel}"
-        )
+        bandwidth, seconds = 1e9 * timing.speed("read"), timing.nbytes / timing.speed("matvec") / 1e9
+        share, of = timing.ratio("read"), (tensor.type, tensor.shape, place, timing.kernel, timing.nbytes)
+        lines.append(ProductSpeed(*of, seconds, bandwidth, share))
     return lines

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import numpy as np
 
@@ -37,10 +37,13 @@ from bridge.runtime.replies.drawing import Timing, reply_tokens, run_batch
 from bridge.runtime.replies.generation import ScoredToken, scored, stop_texts, until
 from bridge.runtime.replies.scoring import Pooler, TokenScorer
 from bridge.runtime.replies.speculation import Drafter, check_decoder, drafter_for
-from bridge.runtime.sampling import Sampler
+from bridge.runtime.sampling import ReplyKeywords, Sampler
 from bridge.runtime.tokenizer import Tokenizer
 from bridge.system.operands import check_precision
 from bridge.system.options import check_integer, checked
+
+if TYPE_CHECKING:
+    import torch
 
 DEFAULT_CONTEXT = 4096  # tokens, where the model was trained for more
 _LONGEST_CONTEXT = 1 << 24  # tokens, more than any model was trained for
@@ -74,8 +77,8 @@ class Model:
     @checked
     def load(
         cls, path: str | Path, threads: int | None = None, kv: str = "f16", context: int | None = None,
-        precision: str = "int8", device: Any = "cpu", load: str = "mmap", lora: str | Path | None = None,
-        config: str | Path | None = None, numa: str | None = None,
+        precision: str = "int8", device: "str | torch.device" = "cpu", load: str = "mmap",
+        lora: str | Path | None = None, config: str | Path | None = None, numa: str | None = None,
     ) -> Self:  # fmt: skip
         """Open a GGUF of an architecture that `architectures.ARCHITECTURES` names.
 
@@ -256,9 +259,10 @@ class Model:
             vectors.append(pooler.vector(normalize))
         return np.array(vectors, np.float32).reshape(len(vectors), self.config.hidden)
 
+    @checked
     def generate(
         self, prompt: str | Sequence[int], max_tokens: int = 256, stop: str | Sequence[str] | None = (),
-        draft: "str | Model | None" = None, **sampling: Any,
+        draft: "str | Model | None" = None, **sampling: Unpack[ReplyKeywords],
     ) -> Iterator[str]:  # fmt: skip
         """Continue a text, piece by piece as tokens come; pieces are whole characters.
 
@@ -279,15 +283,18 @@ class Model:
         tokens = self._started(prompt, max_tokens, Sampler.of(self.tokenizer, **sampling), draft)
         return until(self.tokenizer.stream(tokens), stop_texts(stop))
 
+    @checked
     def generate_tokens(
-        self, prompt: str | Sequence[int], max_tokens: int = 256, draft: "str | Model | None" = None, **sampling: Any
-    ) -> Iterator[int]:
+        self, prompt: str | Sequence[int], max_tokens: int = 256, draft: "str | Model | None" = None,
+        **sampling: Unpack[ReplyKeywords],
+    ) -> Iterator[int]:  # fmt: skip
         """As `generate`, in token ids; without the end token."""
         return self._started(prompt, max_tokens, Sampler.of(self.tokenizer, **sampling), draft)
 
+    @checked
     def generate_scored(
         self, prompt: str | Sequence[int], max_tokens: int = 256, logprobs: int = 0,
-        stop: str | Sequence[str] | None = (), draft: "str | Model | None" = None, **sampling: Any,
+        stop: str | Sequence[str] | None = (), draft: "str | Model | None" = None, **sampling: Unpack[ReplyKeywords],
     ) -> Iterator[ScoredToken]:  # fmt: skip
         """As `generate`, token by token with the log-probability of each, and of the `logprobs` most likely ones.
 
@@ -296,10 +303,11 @@ class Model:
         sampler = Sampler.of(self.tokenizer, logprobs, **sampling)
         return scored(self.tokenizer, self._started(prompt, max_tokens, sampler, draft), sampler, stop_texts(stop))
 
+    @checked
     def generate_batch(
         self, prompts: Sequence[str | Sequence[int]], max_tokens: int | Sequence[int] = 256,
         stop: str | Sequence[str] | None = (), stops: Sequence[str | Sequence[str] | None] | None = None,
-        **sampling: Any,
+        **sampling: Unpack[ReplyKeywords],
     ) -> list[str]:  # fmt: skip
         """The replies to several prompts, made together: up to 8 sequences go through the weights at once.
 
@@ -349,21 +357,23 @@ class Model:
             check_decoder(self._decoder)
         return Batch(lambda: self._decoder, self.tokenizer, self._shared.lock, self._start, sequences, draft)
 
+    @checked
     def chat(
         self, messages: Sequence[Mapping[str, Any]], max_tokens: int = 256,
-        template_options: Mapping[str, Any] | None = None, **options: Any,
+        template_options: Mapping[str, Any] | None = None, stop: str | Sequence[str] | None = (),
+        draft: "str | Model | None" = None, **sampling: Unpack[ReplyKeywords],
     ) -> Iterator[str]:  # fmt: skip
         """The model's reply to [{"role": "user", "content": ...}, ...], by the file's own chat template.
 
-        template_options  as in `chat_tokens`
-        options           the arguments of `generate` after `max_tokens`
+        template_options        as in `chat_tokens`
+        stop, draft, sampling   as in `generate`
 
         Its own replies are not read again, even if it chose other tokens than the tokenizer would.
         """
         tokens = self.chat_tokens(messages, template_options)
         with self._shared.lock:
             tokens = self.tokenizer.spelled_as(tokens, self._decoder.read)
-        return self.generate(tokens, max_tokens, **options)
+        return self.generate(tokens, max_tokens, stop, draft, **sampling)
 
     def chat_tokens(
         self, messages: Sequence[Mapping[str, Any]], template_options: Mapping[str, Any] | None = None,
@@ -399,9 +409,13 @@ class Model:
         if not ids:
             raise BridgeError("the prompt is empty; give at least one token")
         if len(ids) > self.context:
+            fact, trained = f"the prompt has {len(ids)} tokens, the context holds {self.context}", self.config.context
+            if len(ids) > trained:
+                raise BridgeError(f"{fact}; shorten it: the model was trained for {trained}")
+            larger = min(trained, 1 << len(ids).bit_length())
             raise BridgeError(
-                f"the prompt has {len(ids)} tokens, the context holds {self.context}; shorten it, or load the model "
-                "with a larger context"
+                f"{fact}; shorten it, or raise that with {parameter('context', larger)}: the model was trained for "
+                f"{trained}"
             )
         bad = next((token for token in ids if not 0 <= token < self._decoder.vocab), None)
         if bad is not None:
@@ -424,7 +438,7 @@ class Model:
 
     def _tokens(self, ids: list[int], max_tokens: int, sampler: Sampler, drafter: Drafter | None) -> Iterator[int]:
         timing = self.timing = Timing(prompt_tokens=len(ids))
-        limit, ends = min(max_tokens, self.context), self.tokenizer.stops
+        limit, ends = min(max_tokens, self.context + 1), self.tokenizer.stops  # a full context has one token fewer
         yield from reply_tokens(self._shared, timing, ids, sampler, drafter, limit, ends)
 
     def taken(self) -> AbstractContextManager[Any]:

@@ -17,6 +17,7 @@ from bridge.blocks.tensor_types import type_named
 from bridge.errors import BridgeError
 from bridge.system.devices import cuda
 from bridge.system.operands import (
+    Array,
     Product,
     check_indices,
     check_input,
@@ -123,7 +124,7 @@ class QuantTensor(Product):
 
     # products
 
-    def matvec(self, x: Any, out: Any = None, precision: str = "int8") -> Any:
+    def matvec(self, x: Array, out: Array | None = None, precision: str = "int8") -> Array:
         """y = W x for x [in], numpy or torch, float32 (float16, bfloat16 and float64 are converted); y float32 [out].
 
         "int8" rounds x to 8 bits in blocks of 32 or 256, as ggml does; "f32" does not. `out`, where given, is a
@@ -131,7 +132,7 @@ class QuantTensor(Product):
         """
         return self._product(x, out, precision, 1)
 
-    def matmul(self, x: Any, out: Any = None, precision: str = "int8") -> Any:
+    def matmul(self, x: Array, out: Array | None = None, precision: str = "int8") -> Array:
         """Y = X W^T for X [tokens, in]: Y float32 [tokens, out]. Otherwise as `matvec`.
 
         Without `out`, X may have more dimensions, [batch, tokens, in].

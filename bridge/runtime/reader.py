@@ -9,6 +9,7 @@ from bridge.gguf_file.header import Metadata
 from bridge.gguf_file.reader import read_gguf
 from bridge.runtime.quant_tensor import QuantTensor
 from bridge.system.options import checked
+from bridge.system.text import meant
 
 
 class MissingTensor(BridgeError, KeyError):
@@ -58,8 +59,12 @@ class GGUFFile(Mapping[str, QuantTensor]):
         try:
             return self.tensors[name]
         except KeyError:
-            what = f"it has {len(self.tensors)} others" if self.tensors else "it has none, or was closed"
-            raise MissingTensor(f"{self.path}: no tensor {name}; {what}") from None
+            near = meant(name, self.tensors) if isinstance(name, str) else ""
+            others = f"; it has {len(self.tensors)} others" if self.tensors else "; it has none, or was closed"
+            raise MissingTensor(f"{self.path}: no tensor {name}{near or others}") from None
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.tensors
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.tensors)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, Self, TypedDict, Unpack
 
 import numpy as np
 
@@ -45,7 +45,7 @@ class Sampling:
 
     temperature: float = option(
         0.8, "divisor of the logits before the draw; 0: always the most likely token", flag="--temp --temperature",
-        metavar="T",
+        metavar="T", usual=True,
     )  # fmt: skip
     top_k: int = option(40, "number of the most likely tokens to draw from; 0: all", metavar="K")
     top_p: float = option(0.95, "draw from the fewest tokens whose probabilities add up to P; 1: all", metavar="P")
@@ -53,7 +53,7 @@ class Sampling:
         0.05, "draw from tokens at least P times as likely as the most likely one; 0: all", metavar="P"
     )
     seed: int | None = option(
-        None, "seed of the draws: the same one gives the same text", metavar="N", parse=int, says="random"
+        None, "seed of the draws: the same one gives the same text", metavar="N", parse=int, says="random", usual=True
     )
     repeat_penalty: float = option(
         1.0, "divisor of the positive logits, and factor of the negative ones, of recent tokens; 1: none", metavar="R"
@@ -111,6 +111,28 @@ class Sampling:
         """Whether it matters which tokens were seen."""
         repeats = self.repeat_penalty != 1 and self.repeat_last_n != 0
         return repeats or self.frequency_penalty != 0 or self.presence_penalty != 0
+
+
+class SamplingKeywords(TypedDict, total=False):
+    """The fields of `Sampling`, as keywords of functions."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int | None
+    repeat_penalty: float
+    repeat_last_n: int
+    frequency_penalty: float
+    presence_penalty: float
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] | None
+
+
+class ReplyKeywords(SamplingKeywords, total=False):
+    """Those of `Sampling`, and of what a reply has to fit; see `Constraint`."""
+
+    schema: Mapping[str, Any] | str | None
+    regex: str | None
 
 
 # the fields that are one number each, and its type
@@ -205,8 +227,8 @@ class Sampler:
 
     @classmethod
     def of(
-        cls, tokenizer: Tokenizer, logprobs: int | None = None, schema: Any = None, regex: Any = None,
-        around: Callable[[str], str] | None = None, **sampling: Any,
+        cls, tokenizer: Tokenizer, logprobs: int | None = None, schema: Mapping[str, Any] | str | None = None,
+        regex: str | None = None, around: Callable[[str], str] | None = None, **sampling: Unpack[SamplingKeywords],
     ) -> Self:  # fmt: skip
         """A sampler for fields of `Sampling`, and for what `Constraint` takes."""
         how = Sampling(**sampling)

@@ -45,7 +45,7 @@ _BODY_SECONDS = 30  # within which a client must have sent its request
 _BODIES = 16  # of the largest size that are held at a time
 _PAGE_POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    "img-src data:; require-trusted-types-for 'script'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 
 _KINDS = {400: "invalid_request_error", 500: "server_error", 503: "service_unavailable"}  # of errors

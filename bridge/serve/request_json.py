@@ -6,7 +6,7 @@ What a request multiplies is counted before it is made, and a text is looked at 
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -390,8 +390,7 @@ def reply_jobs(asked: ReplyRequest, model: Model, most: int, awaited: Callable[[
     if not prompts:
         return result
     with naming("tools" if asked.tools.required else asked.grammar_field):
-        sampler = Sampler.of(model.tokenizer, asked.logprobs, **_grammar_of(asked, model, prompts[0]),
-                             **{**asked.sampling, "seed": asked.seed})  # fmt: skip
+        sampler = _sampler(asked, model, prompts[0])
     with naming("logit_bias"):
         sampler.check(model.vocab)
     functions = asked.tools.functions or None
@@ -416,16 +415,28 @@ def reply_jobs(asked: ReplyRequest, model: Model, most: int, awaited: Callable[[
     return result
 
 
+def _sampler(asked: ReplyRequest, model: Model, prompt: Sequence[int]) -> Sampler:
+    """What draws a reply, which fits what it must; a call that it begins is one of the functions, where that can be."""
+    sampling = {**asked.sampling, "seed": asked.seed}
+    may_call = asked.tools.functions and not asked.tools.required and not asked.grammar
+    if asked.messages and may_call and model.reply_form.has_begin:
+        with suppress(BridgeError):  # no grammar can be made of the tools, which need not be called
+            return Sampler.of(model.tokenizer, asked.logprobs, around=_around(asked, model, prompt), **sampling)
+    return Sampler.of(model.tokenizer, asked.logprobs, **_grammar_of(asked, model, prompt), **sampling)
+
+
 def _grammar_of(asked: ReplyRequest, model: Model, prompt: Sequence[int]) -> dict[str, Any]:
-    """The arguments of `Constraint`: in a chat, what the model thinks and calls may precede or replace what fits."""
-    tools = asked.tools
-    if not asked.messages or not (asked.grammar or tools.required):
+    """The arguments of `Constraint`."""
+    if not asked.messages or not (asked.grammar or asked.tools.required):
         return asked.grammar
+    return {**({} if asked.tools.required else asked.grammar), "around": _around(asked, model, prompt)}
 
-    def around(rule: str) -> str:
-        return model.reply_form.grammar(prompt, "" if tools.required else rule, tools.functions, tools.several)
 
-    return {**({} if tools.required else asked.grammar), "around": around}
+def _around(asked: ReplyRequest, model: Model, prompt: Sequence[int]) -> Callable[[str], str]:
+    """The grammar of a reply in a chat: what the model thinks may precede, and calls replace, what must fit a rule."""
+    tools = asked.tools
+    free = not tools.required and not asked.grammar
+    return lambda rule: model.reply_form.grammar(prompt, rule, tools.functions or None, tools.several, free)
 
 
 def _ids_of(prompt: Any, model: Model, name: str, cut: bool = False) -> list[int]:

@@ -68,7 +68,9 @@ def serve(model: Model, listening: socket.socket, limits: Limits, grace: float) 
     server = _Server(config, engine, grace)
     host, port = listening.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
-    tell(f"{model.name}: http://{shown}:{port}, for OpenAI's clients http://{shown}:{port}/v1; Ctrl-C ends")
+    trained = f" of {model.config.context}, see --context" if model.context < model.config.context else ""
+    context = f"context {model.context}{trained}"
+    tell(f"{model.name}: http://{shown}:{port}, for OpenAI's clients http://{shown}:{port}/v1; {context}; Ctrl-C ends")
     with spelled(_in_requests):
         server.run(sockets=[listening])
     if engine.computing:  # a step or a request that takes long: what it computes is nobody's any more

@@ -1,8 +1,14 @@
 """Checks of the operands of products and look-ups, the same on the CPU and on a GPU. All raise BridgeError."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 from bridge.errors import BridgeError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+Array = TypeVar("Array", "np.ndarray", "torch.Tensor")  # what is multiplied, and the product
 
 
 class Product:
@@ -20,7 +26,7 @@ class Product:
         check_matrix(self)
         return Transposed(self)
 
-    def __matmul__(self, x: Any) -> Any:
+    def __matmul__(self, x: Array) -> Array:
         """W @ x for x [in] or [in, n]."""
         if getattr(x, "ndim", 0) not in (1, 2):
             return NotImplemented
@@ -39,7 +45,7 @@ class Transposed:
         self.T = matrix
         self.shape = matrix.shape[::-1]
 
-    def __rmatmul__(self, x: Any) -> Any:
+    def __rmatmul__(self, x: Array) -> Array:
         if not getattr(x, "ndim", 0):
             return NotImplemented
         return self.T.matvec(x) if x.ndim == 1 else self.T.matmul(x)
@@ -51,7 +57,7 @@ class Transposed:
 _PRECISIONS = ("int8", "f32")
 
 
-def is_torch(x: Any) -> bool:
+def is_torch(x: Any) -> TypeGuard["torch.Tensor"]:
     """Whether x is a torch tensor; does not import torch."""
     return type(x).__module__.partition(".")[0] == "torch" and hasattr(x, "detach")
 

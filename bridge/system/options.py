@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, field
-from functools import wraps
+from functools import cache, wraps
 from numbers import Integral, Real
 from os import PathLike
 from pathlib import Path
@@ -22,6 +22,7 @@ from types import NoneType, UnionType
 from typing import Any, NamedTuple, ParamSpec, TypeVar, get_args, get_origin, get_type_hints
 
 from bridge.errors import BridgeError, parameter
+from bridge.system.text import meant
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -35,8 +36,9 @@ class Flag(NamedTuple):
     metavar  placeholder of the value in the help; None for a switch
     parse    from text to the value, as argparse's `type`
     choices  the values that are possible, if they are few
-    several  whether the flag takes several values
     default  words for the default in the help instead of the value; "" for nothing
+    several  whether the flag takes several values
+    usual    whether `--help` shows it; others are left to `--help-all`
     """
 
     help: str
@@ -46,15 +48,16 @@ class Flag(NamedTuple):
     choices: Sequence[str] | None
     default: str | None
     several: bool = False
+    usual: bool = False
 
 
 def option(
     default: Any, help: str, *, flag: str | None = None, metavar: str | None = None,
     parse: Callable[[str], Any] | None = None, choices: Sequence[str] | None = None, says: str | None = None,
-    several: bool = False,
+    several: bool = False, usual: bool = False,
 ) -> Any:  # fmt: skip
     """A dataclass field with a flag; see `Flag` for the arguments, `says` is its `default`."""
-    metadata = {"flag": Flag(help, flag, metavar, parse, choices, says, several)}
+    metadata = {"flag": Flag(help, flag, metavar, parse, choices, says, several, usual)}
     return field(default=default, metadata=metadata) if default is not MISSING else field(metadata=metadata)
 
 
@@ -105,15 +108,19 @@ def check_types(settings: Any) -> None:
 
 def checked(function: Callable[P, R]) -> Callable[P, R]:
     """A function that raises BridgeError where an argument is of a type that its hint does not allow, as
-    `check_types`."""
+    `check_types`, and TypeError for a keyword that it does not have, with the one that was perhaps meant."""
     signature, hints = inspect.signature(function), dict[str, Any]()
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         if not hints:
             hints.update({name: _hint_of(p, function) for name, p in signature.parameters.items()})
+        for name in kwargs:
+            if name not in (known := _keywords(function)):
+                why = f"got an unexpected keyword argument {name!r}{meant(name, known)}"
+                raise TypeError(f"{function.__name__}() {why}")
         arguments: dict[str, Any] = {}
-        with suppress(TypeError):  # Python's own sentence on arguments that are missing, unknown or too many follows
+        with suppress(TypeError):  # Python's own sentence on arguments that are missing or too many follows
             arguments = signature.bind(*args, **kwargs).arguments
         for name, value in arguments.items():
             _check_type(name, value, hints[name])
@@ -122,11 +129,24 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
+@cache
+def _keywords(function: Callable[..., Any]) -> list[str]:
+    """The keywords that a function takes, with those of `**options: Unpack[...]`."""
+    names: list[str] = []
+    for name, accepted in inspect.signature(function).parameters.items():
+        if accepted.kind is accepted.VAR_KEYWORD:
+            (keys,) = get_args(_hint_of(accepted, function))
+            names += get_type_hints(keys)
+        else:
+            names.append(name)
+    return names
+
+
 def _hint_of(parameter: inspect.Parameter, function: Callable[..., Any]) -> Any:
     """A parameter's annotation, read where `from __future__ import annotations` leaves a text; Any where it has names
-    that only type checkers import, and for *args and **kwargs."""
+    that only type checkers import."""
     annotation = parameter.annotation
-    if annotation is parameter.empty or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+    if annotation is parameter.empty:
         return Any
     try:
         scope = getattr(inspect.unwrap(function), "__globals__", {})
@@ -153,7 +173,8 @@ def _kind(hint: Any) -> tuple[str, Callable[[Any], bool]] | None:
         return "a function", callable
     if get_origin(hint) is Iterable:
         return "a sequence", lambda value: isinstance(value, Iterable)
-    if isinstance(hint, type) and get_origin(hint) is None and hint is not Any:
+    checkable = isinstance(hint, type) and not getattr(hint, "_is_protocol", False)
+    if checkable and get_origin(hint) is None and hint is not Any:
         return hint.__name__, lambda value: isinstance(value, hint)
     return None
 

@@ -6,9 +6,9 @@ them instead. Standard output passes through it as a whole (`cli/use/terminal.py
 
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from bridge.errors import shortened
+from bridge.errors import BridgeError, shortened
 
 _CONTROLS = [*range(0x20), *range(0x7F, 0xA0), 0x61C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)]
 _SHOWN = {c: f"\\x{c:02x}" if c < 256 else f"\\u{c:04x}" for c in _CONTROLS if chr(c) not in "\n\t"}
@@ -47,6 +47,36 @@ def align(rows: list[tuple[str, ...]], left: tuple[bool, ...]) -> list[str]:
         "  ".join(c.ljust(w) if a else c.rjust(w) for c, w, a in zip(row, widths, left, strict=True)).rstrip()
         for row in rows
     ]
+
+
+def nearest(word: str, known: Iterable[str], count: int = 1) -> list[str]:
+    """The most similar of known words, at most `count`: those that are spelled alike but for case and punctuation, or
+    else but for a few letters. Digits must agree as far as there are any: Q4_K is no slip for Q5_K."""
+    from difflib import get_close_matches
+
+    def plain(text: str) -> str:
+        return re.sub(r"[^a-z0-9]", "", text.lower())
+
+    def digits(text: str) -> str:
+        return re.sub(r"[^0-9]", "", text)
+
+    spellings: dict[str, list[str]] = {}
+    for each in known:
+        if digits(each).startswith(digits(word)) or digits(word).startswith(digits(each)):
+            spellings.setdefault(plain(each), []).append(each)
+    near = [plain(word)] if plain(word) in spellings else get_close_matches(plain(word), spellings, count)
+    return [each for spelling in near for each in spellings[spelling]][:count]
+
+
+def meant(word: str, known: Iterable[str], count: int = 1) -> str:
+    """What follows the error of an unknown word: "; did you mean Q4_K?", or nothing where no known word is near."""
+    near = nearest(word, known, count)
+    return f"; did you mean {' or '.join(near)}?" if near else ""
+
+
+def unknown(what: str, word: str, known: Sequence[str]) -> BridgeError:
+    """The error of a word that is none of the known ones: all of them, and the one that was meant, if one is near."""
+    return BridgeError(f"unknown {what} {word!r}: choose one of {', '.join(known)}{meant(word, known)}")
 
 
 def percent(share: float, digits: int = 2) -> str:

@@ -5,14 +5,15 @@ from typing import Any
 import numpy as np
 
 from bridge.errors import BridgeError
+from bridge.system.operands import Array
 from bridge.trellis.codebooks import BitshiftCodebook
 from bridge.trellis.layer import TrellisLayer
 from bridge.trellis.packed import plain_layer, qtip_layer
 
 
 def bitshift_gemm(
-    input: Any, trellis: Any, codebook: BitshiftCodebook, td_x: int, td_y: int, scale: float, SU: Any, SV: Any
-) -> Any:
+    input: Array, trellis: Any, codebook: BitshiftCodebook, td_x: int, td_y: int, scale: float, SU: Any, SV: Any
+) -> Array:
     """input [tokens, in] times a trellis-coded matrix: [tokens, out], of the input's kind and type.
 
     trellis   int16 [tiles, td_x * td_y * K / 16], packed: QTIP's own layout, tiles of td_x outputs by td_y inputs,

@@ -14,7 +14,7 @@ import numpy as np
 
 from bridge.errors import BridgeError
 from bridge.system.devices import cuda
-from bridge.system.operands import check_indices, check_input, is_torch
+from bridge.system.operands import Array, check_indices, check_input, is_torch
 from bridge.trellis.codebooks import BitshiftCodebook
 from bridge.trellis.hadamard import Rotation
 from bridge.trellis.streams import TILE
@@ -121,12 +121,12 @@ class TrellisLayer:
 
     # products
 
-    def matvec(self, x: Any, precision: str = "f32") -> Any:
+    def matvec(self, x: Array, precision: str = "f32") -> Array:
         """W x of x [in]; otherwise as `matmul`."""
         check_input(self, x, 1)
         return self.matmul(x[None], precision)[0]
 
-    def matmul(self, x: Any, precision: str = "f32") -> Any:
+    def matmul(self, x: Array, precision: str = "f32") -> Array:
         """X W^T for X [tokens, in], numpy or torch on the CPU, of any float type; returns the same kind and type.
 
         Sums are float32. `precision` is there for callers of QuantTensor.matmul: x is never rounded here. Adds no bias.

@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from bridge.errors import BridgeError
+from bridge.errors import BridgeError, needs_torch
 from bridge.system.operands import is_torch
 
 _OLDEST = (7, 5)  # compute capability: the oldest that CUDA 13 compiles for
@@ -361,7 +361,7 @@ def check_torch(device: Device) -> None:
     try:
         import torch
     except ImportError:
-        raise BridgeError(f"device {device}: models need torch; pip install torch") from None
+        raise needs_torch(f"device {device}: a model", gpu=True) from None
     if not torch.cuda.is_available():
         raise BridgeError(f"device {device}: torch {torch.__version__} has no CUDA; install a build with CUDA")
 

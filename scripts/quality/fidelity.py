@@ -53,6 +53,7 @@ def row(folder: Path, text: str, floats: dict, options: argparse.Namespace) -> d
         path = Path(scratch) / "model.gguf"
         text_of = options.calibrate and Calibration(options.calibrate, samples=256, length=256)
         codes = bridge.convert(folder, path, type=options.type, calibrate=text_of).total((*CODED, CALIBRATED))
+        assert codes is not None
         against = Reference(folder, checkpoint, text, options.windows, options.length)
         result = measured(path, against)
     same = [weights for weights in floats.values() if shapes(weights) == shapes(against.weights)]

@@ -391,7 +391,7 @@ def test_a_bin_file_of_what_is_no_plain_tensor_is_refused(tmp_path, kind):
 def test_a_bin_file_without_torch_says_what_to_install(tmp_path, monkeypatch):
     bin_folder(tmp_path, tensors())
     monkeypatch.setitem(sys.modules, "torch", None)
-    assert "pip install torch" in refusal(tmp_path)
+    assert "a .bin file, unlike safetensors, needs torch; pip install torch" in refusal(tmp_path)
 
 
 def test_opening_a_checkpoint_imports_neither_numba_nor_torch(tmp_path):

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import bridge
+from bridge.cli import main
 from tests.conftest import CHECKPOINT
 from tests.support.command_line import KINDS, types
 
@@ -33,3 +40,48 @@ def test_inspect_describes_a_gguf(run, auto):
     assert "tokenizer       gpt2, pre qwen2, 2048 tokens" in out
     assert "weights         3.7 M in 46 tensors" in out
     assert [line.split()[:2] for line in out.splitlines()[-3:]] == [["Q4_K", "28"], ["Q8_0", "1"], ["F32", "17"]]
+
+
+def test_inspect_shows_the_license_and_the_keys_of_a_gguf(
+    run: Callable[..., str], auto: Path, tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    path = tmp_path / "m.gguf"
+    bridge.edit(auto, path, metadata={"general.license": "mit", "general.description": "long " * 50})
+    assert "license         mit\n" in run("inspect", path)
+    out = run("inspect", path, "--metadata")
+    assert run("inspect", "--metadata", path) == out
+    lines = {line.split()[0]: line for line in out.splitlines()}
+    keys = bridge.open_gguf(path).metadata
+    assert list(lines) == list(keys)
+    assert max(map(len, lines.values())) <= 80
+    assert lines["general.license"].endswith('  "mit"')
+    assert lines["general.description"].endswith("long l...")
+    assert lines["tokenizer.ggml.tokens"].endswith("... 2048 items")
+    assert json.loads(run("inspect", path, "--metadata", "--json")) == dict(keys)
+
+
+def test_inspect_prints_one_key_whole(run: Callable[..., str], auto: Path, refused: Callable[..., str]) -> None:
+    tokens = bridge.open_gguf(auto).metadata["tokenizer.ggml.tokens"]
+    assert json.loads(run("inspect", auto, "--metadata", "tokenizer.ggml.tokens")) == tokens
+    assert run("inspect", auto, "--metadata", "general.architecture") == "qwen3\n"
+    said = refused("inspect", auto, "--metadata", "general.architectur")
+    assert "has no key general.architectur; did you mean general.architecture?" in said
+    assert "has no key zzz; --metadata alone lists all" in refused("inspect", auto, "--metadata", "zzz")
+    assert "is a folder, not a GGUF file" in refused("inspect", CHECKPOINT, "--metadata")
+
+
+def test_inspect_prints_the_chat_template_of_a_gguf_or_a_checkpoint(
+    run: Callable[..., str], auto: Path, tmp_path: Path, refused: Callable[..., str]
+) -> None:
+    template = "{{ messages[0].content }}\x1b\n{# a second line #}"
+    folder = Path(shutil.copytree(CHECKPOINT, tmp_path / "model"))
+    (folder / "chat_template.jinja").write_text(template)
+    assert main(["convert", str(folder), str(tmp_path / "m.gguf")]) == 0
+    run("inspect", CHECKPOINT)  # what convert printed is read off
+    for path in (folder, tmp_path / "m.gguf"):
+        assert run("inspect", path, "--template") == run("inspect", "--template", path) == template + "\n"
+        assert json.loads(run("inspect", path, "--template", "--json")) == {"chat_template": template}
+    assert "has no chat template" in refused("inspect", auto, "--template")
+    assert "print different things" in refused("inspect", auto, "--template", "--metadata")
+    assert "give the checkpoint or GGUF to describe" in refused("inspect")

@@ -109,15 +109,6 @@ def test_the_package_can_be_looked_at_without_torch():
     assert {"Budget", "Calibration", "Model", "QuantTensor", "Report", "convert", "nn"} <= set(done.stdout.split())
 
 
-@pytest.mark.parametrize("command", ["", "convert", "verify", "inspect", "run", "cache", "plot"])
-def test_help_fits_a_terminal(command, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    with pytest.raises(SystemExit) as done:
-        main([*([command] if command else []), "--help"])
-    assert done.value.code == 0
-    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
-
-
 @linux
 def test_a_folder_whose_name_is_not_utf_8(tmp_path):
     folder = os.fsencode(tmp_path) + b"/mod\xe9le"

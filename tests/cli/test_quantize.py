@@ -454,7 +454,12 @@ def test_rounding_to_nearest_needs_no_text(model, tmp_path) -> None:
 
 def test_without_torch_the_package_to_install_is_named(text, monkeypatch) -> None:
     monkeypatch.setattr("bridge.quantize.settings.find_spec", lambda name: None)
-    with pytest.raises(BridgeError, match=r"needs torch: pip install 'gguf-bridge\[quantize\]'"):
+    for system, index in (("linux", " --index-url https://download.pytorch.org/whl/cpu"), ("darwin", "")):
+        monkeypatch.setattr("sys.platform", system)
+        with pytest.raises(BridgeError, match=f"needs torch; pip install torch{index}$"):
+            Calibration(text)
+    monkeypatch.setattr("bridge.quantize.settings.find_spec", lambda name: None if name == "transformers" else name)
+    with pytest.raises(BridgeError, match=r"needs transformers: pip install 'gguf-bridge\[quantize\]'"):
         Calibration(text)
 
 

@@ -96,7 +96,7 @@ def test_a_hub_ids_entry_is_named_by_the_repository(cache, tmp_path, monkeypatch
     snapshot = tmp_path / "hub" / "models--org--bard-gptq" / "snapshots" / ("0123456789" * 4)
     shutil.copytree(CHECKPOINT, snapshot)
     asked = []
-    monkeypatch.setattr("bridge.conversion.cache.resolve", lambda name, config: asked.append(name) or snapshot)
+    monkeypatch.setattr("bridge.conversion.cache.resolve_model", lambda name, config: asked.append(name) or snapshot)
     path = converted("org/bard-gptq")
     assert path.name == "bard-gptq.gguf"
     assert converted("org/bard-gptq") == path

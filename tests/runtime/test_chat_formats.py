@@ -175,6 +175,17 @@ def test_a_grammar_takes_what_its_format_writes_and_nothing_else(name: str) -> N
         assert accepts(written, one, reply) == ("time" not in reply)
 
 
+@pytest.mark.parametrize("name", [name for name, form in ALL.items() if form_of(form).has_begin and not form.answer])
+def test_a_call_that_is_begun_in_any_text_is_one_of_the_functions(name: str) -> None:
+    form, reply = ALL[name], REPLIES[name]
+    for control in ((), [text for text in form.literals if text and "{" not in text and "\n" not in text]):
+        written = form_of(form, *control)
+        grammar = written.grammar([], "", FUNCTIONS, several=True, free=True)
+        for text in ("Hello, a < b [", reply, "Let me look. " + reply):
+            assert accepts(written, grammar, text)
+        assert not accepts(written, grammar, "Let me look. " + reply.replace("get_weather", "get_letters"))
+
+
 # --- what the model thinks ---
 
 THINKS = "{{ '<think>' }}{{ '</think>' }}"

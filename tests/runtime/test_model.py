@@ -18,7 +18,7 @@ import pytest
 
 import bridge
 from bridge.blocks import BLOCKS
-from bridge.cli.use import run as commands
+from bridge.cli.use import chat, run
 from bridge.errors import BridgeError
 from bridge.runtime.model import Model
 from bridge.runtime.replies.perplexity import perplexity
@@ -294,6 +294,22 @@ def test_messages_that_are_no_list_of_messages_are_refused(messages: Any, model:
         model.chat(messages)
 
 
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([{"role": "user"}], "message 0 has no content; it must be"),
+        ([{"role": "user", "content": "hi"}, {"role": "assistant", "content": None}], "message 1 has no content"),
+        ([{"role": "user", "tool_calls": [{"name": "f"}]}], "message 0 has no content"),
+        ([{"content": "hi"}], "message 0 has no role"),
+        ([{"role": "assistant", "tool_calls": [{"name": "f"}]}, {"content": "hi"}], "message 1 has no role"),
+    ],
+)
+def test_a_message_without_a_role_or_content_is_refused(messages: Any, message: str, model: Model) -> None:
+    """But for a reply that calls tools, which may have no content."""
+    with pytest.raises(BridgeError, match=f"^{message}"):
+        model.chat(messages)
+
+
 # --- perplexity ---
 
 
@@ -460,8 +476,8 @@ def test_a_closed_model_says_that_it_is(path: Path) -> None:
     ("options", "message"),
     [
         ({"max_tokens": -1}, "max_tokens=-1: must be at least 0"),
-        ({"max_tokens": "x"}, "max_tokens='x': must be an integer"),
-        ({"max_tokens": 1.5}, r"max_tokens=1\.5: must be an integer"),
+        ({"max_tokens": "x"}, "max_tokens is of type str; must be an integer"),
+        ({"max_tokens": 1.5}, "max_tokens is of type float; must be an integer"),
         ({"temperature": "1"}, "temperature='1': must be a number"),
         ({"temperature": 10**400}, r"temperature=10+.*: must be a number"),
         ({"top_p": None}, "top_p: must be a number"),
@@ -519,7 +535,9 @@ def test_positions_that_are_none_are_refused(model: Model) -> None:
 
 def call(*arguments: str) -> int:
     parser = argparse.ArgumentParser()
-    commands.add_parser(parser.add_subparsers(required=True))
+    commands = parser.add_subparsers(required=True)
+    for module in (chat, run):
+        module.add_parser(commands)
     options = parser.parse_args(arguments)
     return options.run(options)
 

@@ -121,6 +121,8 @@ def test_a_file_is_a_mapping_of_names_to_tensors(file):
         assert opened.get("other") is None
         with pytest.raises(BridgeError, match=r"small\.gguf: no tensor other; it has 4 others$") as error:
             opened["other"]
+        with pytest.raises(BridgeError, match=r"small\.gguf: no tensor flaot; did you mean float\?$"):
+            opened["flaot"]
         assert isinstance(error.value, KeyError)
         assert str(error.value).startswith(str(file))
         assert opened == opened

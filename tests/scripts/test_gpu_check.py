@@ -749,8 +749,8 @@ def test_bench_times_a_type_or_the_matrices_of_a_file_on_a_gpu(tmp_path: Path) -
         for what, shape, expected in (("q4_0", (8, 96), "Q4_0  8x96 "), (path, None, "Q8_0  64x32 ")):
             title, line = bench(what, shape=shape, device="cuda")
             assert title == "pretended, cuda:0"
-            assert line.startswith(expected)
-            assert re.search(r" \d+\.\d us +\d+\.\d GB/s, +\d+% of reading \(\d+ GB/s\)$", line)
+            assert str(line).startswith(expected)
+            assert re.search(r" \d+\.\d us +\d+\.\d GB/s, +\d+% of reading \(\d+\.\d GB/s\)$", str(line))
         with pytest.raises(BridgeError, match=r"Q9_K: is neither a GGUF file nor a type \(Q"):
             bench("Q9_K", device="cuda")
 

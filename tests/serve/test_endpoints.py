@@ -167,7 +167,7 @@ def test_a_reply_with_channels_is_reasoning_and_content(
     body = {"max_tokens": 200, "response_format": grammar, "n": 2}
     assert {c["message"]["content"] for c in chat(client, **body)["choices"]} == {reply}
     monkeypatch.setitem(model.__dict__, "reply_form", ReplyForm("<|channel|>", HARMONY, model.tokenizer))
-    monkeypatch.setattr(ReplyForm, "grammar", lambda self, prompt, rule, functions, several: f"start: {rule}")
+    monkeypatch.setattr(ReplyForm, "grammar", lambda self, prompt, rule, *_: f"start: {rule}")
     for choice in chat(client, **body)["choices"]:
         assert choice["message"] == {
             "role": "assistant", "content": "Yes.", "reasoning_content": "Hm.", "refusal": None

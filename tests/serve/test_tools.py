@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from bridge.runtime.chat.formats import FORMATS, HARMONY, JSON, CallFormat
 from bridge.runtime.chat.reply_form import ReplyForm
 from bridge.runtime.model import Model
+from bridge.runtime.sampling import Sampler
 from bridge.serve import request_json
 from tests.conftest import PATIENCE
 from tests.serve.conftest import Server
@@ -35,7 +37,8 @@ def says(model: Model, monkeypatch: pytest.MonkeyPatch) -> Callable[[CallFormat,
 
     def answer(form: CallFormat, reply: str, template: str = "") -> None:
         monkeypatch.setitem(model.__dict__, "reply_form", ReplyForm(template, form, model.tokenizer))
-        monkeypatch.setattr(request_json, "_grammar_of", lambda *_: {"regex": re.escape(reply)})
+        sampler = partial(Sampler.of, model.tokenizer, regex=re.escape(reply))
+        monkeypatch.setattr(request_json, "_sampler", lambda asked, model, prompt: sampler(asked.logprobs))
 
     return answer
 
@@ -175,3 +178,16 @@ def test_langchain_binds_tools_and_gets_structured_output(running: Server) -> No
     Number = pydantic.create_model("Number", number=(int, ...))
     for method in ("function_calling", "json_schema"):
         assert isinstance(model.with_structured_output(Number, method=method).invoke("Speak."), Number)
+
+
+def test_tools_without_a_grammar_are_left_to_the_model(
+    client: Any, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """oneOf of what may overlap is nothing that llguidance takes; only a call that must be needs it."""
+    monkeypatch.setitem(model.__dict__, "reply_form", ReplyForm("", HERMES, model.tokenizer))
+    schema = {"type": "object", "properties": {"a": {"oneOf": [{"minimum": 1}, {"maximum": 2}]}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    assert chat(client, tools=tools, max_tokens=4)["choices"][0]["message"]["content"]
+    answer = client.post(CHATS, json={"messages": SAY, "tools": tools, "tool_choice": "required"})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "tools"

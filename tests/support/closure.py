@@ -102,12 +102,13 @@ def _named(tree: ast.AST, package: str) -> Iterator[str]:
 
 
 def _walk(tree: ast.AST) -> list[ast.AST]:
-    """All nodes but those of lazy names, and of the function that imports them."""
+    """All nodes but those of lazy names, of the function that imports them, and of what only type checkers read."""
     nodes = [tree]
     for node in nodes:  # which grows
         for child in ast.iter_child_nodes(node):
             lazy = isinstance(child, ast.Assign) and _is_lazy(child)
-            if not lazy and not (isinstance(child, ast.FunctionDef) and child.name == "__getattr__"):
+            unread = isinstance(child, ast.If) and isinstance(child.test, ast.Name) and child.test.id == "TYPE_CHECKING"
+            if not lazy and not unread and not (isinstance(child, ast.FunctionDef) and child.name == "__getattr__"):
                 nodes.append(child)
     return nodes
 

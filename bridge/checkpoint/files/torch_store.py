@@ -12,7 +12,7 @@ import numpy as np
 
 from bridge.checkpoint.files.dtypes import TORCH, torch_dtype
 from bridge.checkpoint.files.store import Store, TensorInfo
-from bridge.errors import BridgeError
+from bridge.errors import BridgeError, needs_torch
 from bridge.system.storage.files import TORCH_STARTS, first_bytes, kind_of_contents, refuse_pointer
 
 
@@ -69,9 +69,7 @@ class TorchStore(HeldStore):
         try:
             import torch
         except ImportError:
-            raise BridgeError(
-                f"{files[0]}: {files[0].suffix} files need torch; pip install torch, or convert to safetensors"
-            ) from None
+            raise needs_torch(f"{files[0]}: a {files[0].suffix} file, unlike safetensors,") from None
         super().__init__({file: _state(torch, file) for file in files})
 
 

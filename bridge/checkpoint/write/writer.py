@@ -15,7 +15,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypedDict, Unpack
 
 import numpy as np
 
@@ -31,8 +31,10 @@ from bridge.checkpoint.tensor_names import layer_of
 from bridge.checkpoint.write.report import Written
 from bridge.errors import BridgeError
 from bridge.system.kernels import compiling
+from bridge.system.options import checked
 from bridge.system.progress import Progress
 from bridge.system.storage.files import expanded
+from bridge.system.text import unknown
 
 _CHUNK = 8 << 20  # bytes of floats copied at a time
 _TOWERS = frozenset({"vision_config", "audio_config"})  # keys of the config of a model of several parts
@@ -85,7 +87,7 @@ class CheckpointWriter:
         shard_size: int = 5_000_000_000, force: bool = False, progress: Progress | None = None,
     ) -> None:  # fmt: skip
         if format not in FORMATS and (layers or format is not None):
-            raise BridgeError(f"unknown checkpoint format {format!r}: choose one of {', '.join(FORMATS)}")
+            raise unknown("checkpoint format", str(format), [*FORMATS])
         if ckpt.quant.method is not None:
             raise BridgeError(f"{ckpt.path}: is already {ckpt.format}; quantize the original float model")
         self._begun = compiling.clock()
@@ -326,10 +328,22 @@ class CheckpointWriter:
         return not _TOWERS.isdisjoint(self._ckpt.config)
 
 
+class WriterKeywords(TypedDict, total=False):
+    """The keywords of `CheckpointWriter`."""
+
+    transposed: Collection[str]
+    stacks: Mapping[str, tuple[str, int]] | None
+    clamp: bool
+    shard_size: int
+    force: bool
+    progress: Progress | None
+
+
+@checked
 def write_checkpoint(
     ckpt: FloatSource, path: str | Path, format: str, layers: Mapping[str, Groups],
     tensors: Iterable[GroupedTensor] | Mapping[str, GroupedTensor], *, floats: Mapping[str, np.ndarray] | None = None,
-    **options: Any,
+    **options: Unpack[WriterKeywords],
 ) -> Written:  # fmt: skip
     """Write a checkpoint of layers in any order, or of a mapping by name, which may load each on access.
 

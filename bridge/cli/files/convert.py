@@ -2,14 +2,18 @@
 
 import argparse
 import shlex
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bridge.cli import options
 from bridge.cli.files.upload import Uploading, add_upload
 from bridge.conversion.planning.options import ConvertOptions
 from bridge.errors import BridgeError
 from bridge.system.progress import Bar
+
+if TYPE_CHECKING:
+    from bridge.conversion.writing.report import Report
 
 TYPES = ["type", "output_type", "token_embd_type", "tensor_types"]
 MODEL = ["config", "template", "name", "author", "metadata", "pre"]
@@ -22,8 +26,7 @@ def add_parser(commands: Any) -> None:
         "out", nargs="?", help="the GGUF to write (default: the checkpoint's name and the type, in the current folder)"
     )
     add_plan_options(p)
-    options.add_options(p.add_argument_group("plan"), ConvertOptions, ["plan", "shard"])
-    options.add_options(p.add_argument_group("adapter"), ConvertOptions, ["merge"])
+    options.add_options(p, "plan", ConvertOptions, ["plan", "shard", "merge"])
     options.add_calibration(p)
     options.add_budget(p, requantize=True)
     options.add_output(p)
@@ -32,10 +35,10 @@ def add_parser(commands: Any) -> None:
 
 def add_plan_options(p: argparse.ArgumentParser) -> None:
     """The options that a plan depends on; `choices` reads them."""
-    options.add_options(p.add_argument_group("model"), ConvertOptions, MODEL)
-    types = p.add_argument_group("types")
-    options.add_options(types, ConvertOptions, [*TYPES, "actorder_type", "target", "detect_lattice", "imatrix"])
-    types.add_argument("--exact", action="store_true", help="short for --type exact")
+    names = [*TYPES, "actorder_type", "target", "detect_lattice", "imatrix"]
+    options.add_options(p, "types", ConvertOptions, names)
+    options.further(p, "types").add_argument("--exact", action="store_true", help="short for --type exact")
+    options.add_options(p, "model", ConvertOptions, MODEL)
 
 
 def choices(a: argparse.Namespace) -> dict[str, Any]:
@@ -56,6 +59,11 @@ def run(a: argparse.Namespace) -> int:
         raise BridgeError("give the checkpoint to convert, or --plan; see gguf-bridge convert --help")
     if plan is not None and a.out is None and str(a.checkpoint).endswith(".gguf"):
         a.checkpoint, a.out = None, a.checkpoint  # `convert --plan plan.json out.gguf`
+    return write(a, lambda given, bar: convert_as(a.checkpoint, a.out, ConvertOptions(**given), bar, a.report))
+
+
+def write(a: argparse.Namespace, make: Callable[[dict[str, Any], Bar], "Report"]) -> int:
+    """Have a GGUF made with the options that the command line gave, and say what came of it."""
     uploading = Uploading(a, a.checkpoint)
     with (
         Bar("measuring", unit=" steps") as steps,
@@ -63,15 +71,14 @@ def run(a: argparse.Namespace) -> int:
         Bar("converting") as bar,
     ):
         calibrate = options.calibration(a, layers, layers.say)
-        settings = ConvertOptions(**choices(a), calibrate=calibrate, budget=options.budget(a, steps))
-        report = convert_as(a.checkpoint, a.out, settings, bar, a.report)
+        report = make({**choices(a), "calibrate": calibrate, "budget": options.budget(a, steps)}, bar)
     print(report.table())
     if a.report:
         report.save(a.report)
     if not report.outputs:
         return 0
-    if settings.shard is None:
-        print(_next_steps(report.outputs, settings.modelfile))
+    if getattr(a, "shard", None) is None:
+        print(_next_steps(report.outputs, hasattr(a, "modelfile")))
     uploading.finish(report)
     return 0
 

@@ -1,17 +1,22 @@
-"""The description of a checkpoint or a GGUF that `gguf-bridge inspect` prints, and the table of a plan.
+"""What `gguf-bridge inspect` prints of a checkpoint or a GGUF, and `gguf-bridge plan` of a plan, as text and for JSON.
 
 A checkpoint's label is compared with its tensors, and the plan that `convert` would execute is summarised.
 """
 
+import json
 import math
+import shutil
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import gguf
 
-from bridge.checkpoint import Checkpoint, GroupedTensor, lattice_notes
+from bridge.checkpoint import Checkpoint, GroupedTensor, lattice_notes, open_checkpoint
 from bridge.checkpoint.decoded import DecodedTensor
-from bridge.checkpoint.files.hub import kind_of, open_by_name
+from bridge.checkpoint.files.hub import kind_of, resolve_gguf, resolve_model
+from bridge.checkpoint.files.weight_files import config_folder
 from bridge.checkpoint.formats.fp4 import Fp4Tensor
 from bridge.checkpoint.formats.fp8 import FLOAT8
 from bridge.checkpoint.formats.module_reader import counted
@@ -22,54 +27,85 @@ from bridge.conversion.planning.plan import Plan, PlannedTensor
 from bridge.conversion.writing.gguf_writer import shards_of
 from bridge.errors import BridgeError, parameter, shortened
 from bridge.gguf_file.header import rotation_keys
-from bridge.gguf_file.reader import StoredModel, read_gguf
+from bridge.gguf_file.reader import read_gguf
 from bridge.models.outline import number
-from bridge.system.storage.files import refuse_pointer
-from bridge.system.text import align, note_lines, size_text
+from bridge.models.tokenizer.gguf_tokenizer import read_chat_templates
+from bridge.system.storage.files import read_json, refuse_pointer
+from bridge.system.text import align, meant, note_lines, size_text
 
 
 def describe(path: str | Path, config: str | Path | None = None, template: str | Path | None = None) -> str:
-    """A few lines about a checkpoint folder, a Hub id, a .pt or a GGUF file; `config`, `template` as for `convert`.
+    """A few lines of what `facts_of` finds."""
+    facts = facts_of(path, config, template)
+    lines = _gguf_lines(facts) if facts["kind"] == "gguf" else _checkpoint_lines(facts)
+    return "\n".join(map(shortened, lines))
 
-    Raises BridgeError.
-    """
-    kind = kind_of(path, config)
-    if kind == "part":
+
+def facts_of(path: str | Path, config: str | Path | None = None, template: str | Path | None = None) -> dict[str, Any]:
+    """What a checkpoint folder, a Hub id, a .pt or a GGUF file holds, by the keys of `inspect --json`; `config` and
+    `template` as for `convert`. Raises BridgeError."""
+    if kind_of(path, config) == "part":
         refuse_pointer(Path(path))
         raise BridgeError(f"{path}: is one file of a checkpoint; give the folder that it is in")
-    if kind == "gguf":
+    home = resolve_model(path, config)
+    if kind_of(home, config) == "gguf":
         for name, value in (("config", config), ("template", template)):
             if value is not None:
                 raise BridgeError(f"{path}: is a GGUF; {parameter(name)} is for checkpoints")
-        return "\n".join(map(shortened, _describe_gguf(Path(path))))
-    with open_by_name(path, config, needs_config=template is None) as ckpt:
-        return "\n".join(map(shortened, _describe_checkpoint(ckpt, template)))
+        return _gguf_facts(home)
+    with open_checkpoint(home, config, needs_config=template is None) as ckpt:
+        return _checkpoint_facts(ckpt, template)
 
 
-def _describe_checkpoint(ckpt: Checkpoint, template: str | Path | None) -> list[str]:
+def _checkpoint_facts(ckpt: Checkpoint, template: str | Path | None) -> dict[str, Any]:
     scattered = sum(ckpt.group_order(name) is not None for name in ckpt.modules)
-    lines = [
-        f"{ckpt.path}: {size_text(ckpt.nbytes)} in {len(ckpt.files)} file{'s' * (len(ckpt.files) != 1)}",
-        f"the label says  {ckpt.quant.describe()}",
-        f"the data says   {_data_says(ckpt, scattered)}",
-    ]
+    facts: dict[str, Any] = {
+        "kind": "checkpoint", "path": str(ckpt.path), "files": len(ckpt.files), "bytes": ckpt.nbytes,
+        "label": ckpt.quant.describe(), "data": _data_says(ckpt, scattered), "stops": None, "differences": [],
+        "agrees": False, "architecture": None, "layers": None, "template": None if template is None else str(template),
+        "notes": list(ckpt.notes), "tensors": [],
+    }  # fmt: skip
     from bridge.conversion.planning.planner import make_plan  # loads Numba
 
     try:
         plan = make_plan(ckpt, PlanOptions(template=template), Importance({}))
         table, notes = _table(ckpt, plan)
     except BridgeError as problem:
-        return [*lines, *note_lines(ckpt.notes), f"convert would stop: {problem}"]
-    contrary = note_lines([*_claims(ckpt, plan, scattered), *notes], "they differ     ")
-    lines += contrary
-    if ckpt.modules and ckpt.quant.labelled and not contrary:
-        lines.append("they agree      in all that was looked at")
-    whose = f", as {template} has them" if template is not None else ""
-    lines.append(f"architecture    {plan.arch}, {number(plan.metadata, 'block_count')} layers{whose}")
+        return {**facts, "stops": str(problem)}
+    differences = [*_claims(ckpt, plan, scattered), *notes]
     grids = {} if ckpt.modules else ckpt.find_lattices()
     hidden = lattice_notes(grids, "--detect-lattice carries their codes")
-    lines += [*note_lines(plan.notes), *(f"note: {note}" for note in hidden)]
-    return [*lines, "", *table]
+    return {
+        **facts,
+        "differences": differences,
+        "agrees": bool(ckpt.modules and ckpt.quant.labelled and not differences),
+        "architecture": plan.arch,
+        "layers": number(plan.metadata, "block_count"),
+        "notes": [*plan.notes, *hidden],
+        "tensors": table,
+    }
+
+
+def _checkpoint_lines(facts: Mapping[str, Any]) -> list[str]:
+    lines = [
+        _size_line(facts),
+        f"the label says  {facts['label']}",
+        f"the data says   {facts['data']}",
+    ]
+    if facts["stops"] is not None:
+        return [*lines, *note_lines(facts["notes"]), f"convert would stop: {facts['stops']}"]
+    lines += note_lines(facts["differences"], "they differ     ")
+    if facts["agrees"]:
+        lines.append("they agree      in all that was looked at")
+    whose = f", as {facts['template']} has them" if facts["template"] is not None else ""
+    lines.append(f"architecture    {facts['architecture']}, {facts['layers']} layers{whose}")
+    rows: list[tuple[str, ...]] = [("tensors", "", "shape", "arrives as", "zero points", "convert makes it", "")]
+    rows += [tuple(map(str, row.values())) for row in facts["tensors"]]
+    return [*lines, *note_lines(facts["notes"]), "", *align(rows, left=(True, False, True, True, True, True, True))]
+
+
+def _size_line(facts: Mapping[str, Any]) -> str:
+    return f"{facts['path']}: {size_text(facts['bytes'])} in {facts['files']} file{'s' * (facts['files'] != 1)}"
 
 
 def _data_says(ckpt: Checkpoint, scattered: int) -> str:
@@ -103,22 +139,24 @@ def _claims(ckpt: Checkpoint, plan: Plan, scattered: int) -> list[str]:
     return wrong
 
 
-def _table(ckpt: Checkpoint, plan: Plan) -> tuple[list[str], list[str]]:
+def _table(ckpt: Checkpoint, plan: Plan) -> tuple[list[dict[str, Any]], list[str]]:
     """A row per kind of tensor, with what its first and its last are; and the readers' notes on those."""
     reader = PartReader(ckpt)
     kinds: dict[str, list[PlannedTensor]] = {}
     for tensor in plan.tensors:
         if len(tensor.shape) > 1:
             kinds.setdefault(tensor.kind, []).append(tensor)
-    rows: list[tuple[str, ...]] = [("tensors", "", "shape", "arrives as", "zero points", "convert makes it", "")]
+    names = ("shape", "arrives_as", "zero_points", "becomes", "why")
+    rows: list[dict[str, Any]] = []
     notes: list[str] = []
     for kind, members in kinds.items():
         ends = [_arrival(reader, tensor, notes) for tensor in dict.fromkeys((members[0], members[-1]))]
         cells = [list(cell) for cell in zip(*ends, strict=True)]
         coded = [t for t in members if any(reader.coded(part) for part in t.parts) and t.quantizable]
         cells += [[t.type for t in members], [t.reason for t in coded]]
-        rows.append((kind, str(len(members)), *(" / ".join(dict.fromkeys(cell)) for cell in cells)))
-    return align(rows, left=(True, False, True, True, True, True, True)), notes
+        texts = (" / ".join(dict.fromkeys(cell)) for cell in cells)
+        rows.append({"kind": kind, "count": len(members), **dict(zip(names, texts, strict=True))})
+    return rows, notes
 
 
 def _arrival(reader: PartReader, tensor: PlannedTensor, notes: list[str]) -> tuple[str, str, str]:
@@ -168,40 +206,121 @@ def plan_table(plan: Plan) -> list[str]:
     return [*lines, *note_lines(plan.notes)]
 
 
-def _describe_gguf(path: Path) -> list[str]:
+def plan_record(plan: Plan) -> dict[str, Any]:
+    """A plan for `plan --json`."""
+    return {
+        "architecture": plan.arch,
+        "weights": sum(math.prod(t.shape) for t in plan.tensors),
+        "bytes": sum(t.nbytes for t in plan.tensors),
+        "shards": len(shards_of(plan)),
+        "notes": plan.notes,
+        "tensors": [
+            {
+                "name": t.name, "kind": t.kind, "shape": list(t.shape), "type": t.type, "bytes": t.nbytes, "how": t.how,
+                "why": t.reason,
+            }
+            for t in plan.tensors
+        ],
+    }  # fmt: skip
+
+
+def _gguf_facts(path: Path) -> dict[str, Any]:
     file = read_gguf(path, rotated=True)
-    value = file.metadata.get
-    size = sum(f.stat().st_size for f in file.files)
+    value, arch = file.metadata.get, file.metadata.get("general.architecture")
     counts, weights, nbytes = Counter[str](), Counter[str](), Counter[str]()  # by type
     for tensor in file.tensors.values():
         counts[tensor.type] += 1
         weights[tensor.type] += math.prod(tensor.shape)
         nbytes[tensor.type] += tensor.raw.size
+    tokens = value("tokenizer.ggml.tokens")
+    return {
+        "kind": "gguf",
+        "path": str(path),
+        "files": len(file.files),
+        "bytes": sum(f.stat().st_size for f in file.files),
+        "type": value("general.type", "model"),
+        "name": value("general.name"),
+        "license": value("general.license"),
+        "architecture": arch,
+        "layers": value(f"{arch}.block_count"),
+        "context": value(f"{arch}.context_length"),
+        "tokenizer": value("tokenizer.ggml.model"),
+        "pre": value("tokenizer.ggml.pre"),
+        "tokens": len(tokens) if isinstance(tokens, list) else 0,
+        "chat_template": "tokenizer.chat_template" in file.metadata,
+        "weights": weights.total(),
+        "tensors": counts.total(),
+        "tensor_bytes": nbytes.total(),
+        "types": [
+            {"type": type, "tensors": counts[type], "weights": weights[type], "bytes": n}
+            for type, n in nbytes.most_common()
+        ],
+        "notes": [
+            f"{key} declares weights in a rotated basis; no other command reads this file"
+            for key in rotation_keys(file.metadata)[:1]
+        ],
+    }  # fmt: skip
+
+
+def _gguf_lines(facts: Mapping[str, Any]) -> list[str]:
+    arch, count = facts["architecture"], facts["tensors"]
+    lines = [_size_line(facts), f"name            {facts['name']}"]
+    if facts["license"] is not None:
+        lines.append(f"license         {facts['license']}")
+    if facts["type"] == "model":
+        template = "" if facts["chat_template"] else "; no chat template"
+        lines += [
+            f"architecture    {arch}, {facts['layers']} layers, context {facts['context']}",
+            f"tokenizer       {facts['tokenizer']}, pre {facts['pre']}, {facts['tokens']} tokens{template}",
+        ]
+    else:
+        lines.append(f"kind            {facts['type']}, not a model" + (f"; of architecture {arch}" if arch else ""))
+    bpw = 8 * facts["tensor_bytes"] / max(facts["weights"], 1)
     rows: list[tuple[str, ...]] = [("type", "tensors", "weights (M)", "bytes (MB)", "bpw")]
-    for name, n in nbytes.most_common():
-        bpw = 8 * n / weights[name]
-        rows.append((name, str(counts[name]), f"{weights[name] / 1e6:.2f}", f"{n / 1e6:.2f}", f"{bpw:.2f}"))
-    count, total = counts.total(), weights.total()
-    rotated = rotation_keys(file.metadata)
+    for t in facts["types"]:
+        each = 8 * t["bytes"] / t["weights"]
+        millions = (f"{t['weights'] / 1e6:.2f}", f"{t['bytes'] / 1e6:.2f}")
+        rows.append((t["type"], str(t["tensors"]), *millions, f"{each:.2f}"))
     return [
-        f"{path}: {size_text(size)} in {len(file.files)} file{'s' * (len(file.files) != 1)}",
-        f"name            {value('general.name')}",
-        *_model_lines(file),
-        f"weights         {total / 1e6:.1f} M in {count} tensors, {8 * nbytes.total() / max(total, 1):.2f} bpw",
+        *lines,
+        f"weights         {facts['weights'] / 1e6:.1f} M in {count} tensors, {bpw:.2f} bpw",
         "",
         *align(rows, left=(True, False, False, False, False)),
-        *(f"note: {key} declares weights in a rotated basis; no other command reads this file" for key in rotated[:1]),
+        *(f"note: {note}" for note in facts["notes"]),
     ]
 
 
-def _model_lines(file: StoredModel) -> list[str]:
-    """Architecture and tokenizer of a model; of a GGUF of another kind, what it is."""
-    value, arch = file.metadata.get, file.metadata.get("general.architecture")
-    if (kind := value("general.type", "model")) != "model":
-        return [f"kind            {kind}, not a model" + (f"; of architecture {arch}" if arch else "")]
-    tokens = value("tokenizer.ggml.tokens")
-    return [
-        f"architecture    {arch}, {value(f'{arch}.block_count')} layers, context {value(f'{arch}.context_length')}",
-        f"tokenizer       {value('tokenizer.ggml.model')}, pre {value('tokenizer.ggml.pre')}, "
-        f"{len(tokens) if isinstance(tokens, list) else 0} tokens",
-    ]
+def gguf_metadata(path: str | Path, key: str = "") -> dict[str, Any]:
+    """The keys of a GGUF's metadata, or one of them. BridgeError where there is none of that name."""
+    metadata = read_gguf(resolve_gguf(path), rotated=True).metadata
+    if key and key not in metadata:
+        raise BridgeError(f"{path}: has no key {key}{meant(key, metadata) or '; --metadata alone lists all'}")
+    return {name: metadata[name] for name in ([key] if key else metadata)}
+
+
+def metadata_lines(metadata: Mapping[str, Any]) -> list[str]:
+    """A line for each key; of long texts and arrays, as much as fits the terminal."""
+    width = max(map(len, metadata), default=0)
+    room = max(shutil.get_terminal_size().columns - width - 2, 32)
+    return [f"{key:{width}}  {_beginning(value, room)}" for key, value in metadata.items()]
+
+
+def _beginning(value: Any, room: int) -> str:
+    text = json.dumps(value[:100] if isinstance(value, list) else value, ensure_ascii=False)
+    if len(text) <= room and not (isinstance(value, list) and len(value) > 100):
+        return text
+    size = f"... {len(value)} items" if isinstance(value, list) else "..."
+    return text[: room - len(size)] + size
+
+
+def chat_template(path: str | Path, config: str | Path | None = None) -> str:
+    """The chat template of a GGUF or a checkpoint, in Jinja. BridgeError where it has none."""
+    home = resolve_model(path, config)
+    if kind_of(home, config) == "gguf":
+        text = read_gguf(home, rotated=True).metadata.get("tokenizer.chat_template")
+    else:
+        folder = config_folder(home, config)
+        text = read_chat_templates(folder, read_json(folder / "tokenizer_config.json", optional=True)).get("default")
+    if not isinstance(text, str):
+        raise BridgeError(f"{path}: has no chat template")
+    return text

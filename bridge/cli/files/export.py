@@ -23,17 +23,18 @@ def add_parser(commands: Any) -> None:
     p.add_argument("model", help="GGUF, or any shard of one")
     p.add_argument("out", type=Path, help="folder to write")
     formats = ("floats", *FORMATS)
-    p.add_argument("--format", choices=formats, default="floats", help=f"{in_words(formats)} (default: floats)")
+    p.add_argument(
+        "--format", choices=formats, default="floats", metavar="NAME", help=f"{in_words(formats)} (default: floats)"
+    )
     p.add_argument(
         "--bits", type=int, metavar="N",
-        help="bits of a layer at most: if its codes take more, or if it is of floats, it is rounded to N "
-        f"(default: those that its codes take, or else the least that add under {REQUANTIZED_LIMIT:.0%}% of the type's "
-        "own noise)",
+        help="bits of a layer at most: if its codes take more, or if it is of floats, it is rounded to N (default: "
+        f"those of its codes, or the least that add under {REQUANTIZED_LIMIT:.0%}% of their noise)",
     )  # fmt: skip
     p.add_argument(
         "--config", metavar="DIR", type=Path,
-        help="folder with config.json and tokenizer of the model, which are copied, as are the weights of a vision "
-        "tower that it holds (default: both are made of the GGUF's metadata, for architectures that are known)",
+        help="folder with config.json and tokenizer, which are copied, as are the weights of a vision tower (default: "
+        "both are made of the GGUF's metadata)",
     )  # fmt: skip
     p.add_argument(
         "--dtype", choices=("F16", "BF16", "F32"),

@@ -3,7 +3,6 @@
 import argparse
 from typing import Any
 
-from bridge.blocks.tensor_types import FLOAT_TYPES
 from bridge.checkpoint.formats.registry import QUANTIZED, in_words
 from bridge.cli import options
 from bridge.cli.files import convert
@@ -22,18 +21,20 @@ def add_parser(commands: Any) -> None:
         "checkpoint", metavar="MODEL", help="folder with config.json and float weights, a Hub id (org/name), or a GGUF"
     )
     p.add_argument("out", nargs="?", help="GGUF to write, or folder of --format (default: the model's name and type)")
-    options.add_calibration(p)
-    options.add_budget(p)
-    types = p.add_argument_group("types")
-    types.add_argument(
+    p.add_argument(
         "--type", default=argparse.SUPPRESS, metavar="TYPE",
         help="a block type or a llama.cpp preset for the layers, or F16, BF16 or F32, which need no text "
         "(default: Q4_K, without --size or --bpw; of a checkpoint with codes, those that hold them)",
     )  # fmt: skip
-    options.add_options(types, ConvertOptions, [name for name in convert.TYPES if name != "type"])
-    options.add_options(p.add_argument_group("model"), ConvertOptions, convert.MODEL)
-    groups = p.add_argument_group("a checkpoint instead of a GGUF")
-    groups.add_argument("--format", choices=QUANTIZED, help=in_words(QUANTIZED))
+    options.add_calibration(p)
+    options.add_budget(p)
+    options.add_options(p, "types", ConvertOptions, [name for name in convert.TYPES if name != "type"])
+    options.add_options(p, "model", ConvertOptions, convert.MODEL)
+    p.add_argument(
+        "--format", choices=QUANTIZED, metavar="NAME",
+        help=f"write a checkpoint instead of a GGUF: {in_words(QUANTIZED)}",
+    )  # fmt: skip
+    groups = options.further(p, "with --format")
     unset = argparse.SUPPRESS  # so that `run` sees what was asked for; the defaults are the function's
     groups.add_argument("--bits", type=int, default=unset, metavar="N", help="bits of a code (default: 4)")
     groups.add_argument(
@@ -50,15 +51,19 @@ def add_parser(commands: Any) -> None:
 
 
 def run(a: argparse.Namespace) -> int:
-    """Quantize to a GGUF as `convert` does, or to a checkpoint."""
-    floats = getattr(a, "type", "").upper() in FLOAT_TYPES and a.format is None
-    if not floats and not hasattr(a, "text") and getattr(a, "method", None) != "rtn":
+    """Quantize to a GGUF or to a checkpoint."""
+    from bridge.conversion.quantize_gguf import needs_text, quantize_gguf
+
+    quantizes = a.format is not None or needs_text(getattr(a, "type", ""))
+    if quantizes and not hasattr(a, "text") and getattr(a, "method", None) != "rtn":
         a.text = [DEFAULT]
     groups = {name: getattr(a, name) for name in _GROUPS if hasattr(a, name)}
     if a.format is None:
         if groups:
             raise BridgeError(f"{options.as_flag(next(iter(groups)))} is for a checkpoint: give --format")
-        return convert.run(a)
+        return convert.write(
+            a, lambda given, bar: quantize_gguf(a.checkpoint, a.out, progress=bar, save_as=a.report, **given)
+        )
     if options.budget(a, None) is not None:
         raise BridgeError("--size and --bpw choose among GGUF types; a checkpoint's groups are all alike, see --bits")
     of_gguf = options.given(a, ConvertOptions).keys() - {"config", "force"}

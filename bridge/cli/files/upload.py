@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from bridge.cli.options import as_flag
+from bridge.cli.options import as_flag, further
 from bridge.errors import BridgeError
 from bridge.system.storage.files import expanded
 from bridge.system.storage.outputs import ProtectedPaths
@@ -12,10 +12,10 @@ from bridge.system.storage.outputs import ProtectedPaths
 
 def add_upload(p: argparse.ArgumentParser) -> None:
     """The options of `Uploading`."""
-    hub = p.add_argument_group("Hugging Face Hub")
-    hub.add_argument(
-        "--upload", metavar="ORG/NAME", help="upload the result to this repository, with a model card; needs a login"
+    p.add_argument(
+        "--upload", metavar="ORG/NAME", help="put the result on the Hugging Face Hub, with a model card; needs a login"
     )
+    hub = further(p, "upload")
     hub.add_argument("--private", action="store_true", help="with --upload: make the repository private")
     hub.add_argument(
         "--card-only", metavar="DIR", type=Path,

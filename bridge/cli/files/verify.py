@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from bridge.cli.json_output import add_json, print_json
 from bridge.cli.options import SOURCE, add_options, add_report, command
 from bridge.conversion.planning.options import PlanOptions
 from bridge.encode.limits import FLOAT_LIMIT, REQUANTIZED_LIMIT
@@ -12,9 +13,9 @@ from bridge.system.progress import Bar
 
 def add_parser(commands: Any) -> None:
     p = command(commands, "verify", run)
-    p.add_argument("gguf", type=Path, help="the GGUF, or its first shard")
+    p.add_argument("gguf", help="the GGUF, or its first shard")
     p.add_argument("checkpoint", help=f"what it was made of: {SOURCE}")
-    add_options(p, PlanOptions, ["config"])
+    add_options(p, "model", PlanOptions, ["config"])
     p.add_argument("--template", metavar="MODEL.gguf", help="the template that the GGUF was made with, if any")
     p.add_argument(
         "--mtp-text", type=Path, metavar="FILE",
@@ -37,6 +38,7 @@ def add_parser(commands: Any) -> None:
         f"(default: {FLOAT_LIMIT:g}, which Q8_0 meets)",
     )  # fmt: skip
     add_report(p)
+    add_json(p)
 
 
 def run(a: argparse.Namespace) -> int:
@@ -48,10 +50,13 @@ def run(a: argparse.Namespace) -> int:
             a.gguf, a.checkpoint, config=getattr(a, "config", None), template=a.template, mtp_text=a.mtp_text,
             mmproj=a.mmproj, progress=bar, save_as=a.report,
         )  # fmt: skip
-    print(report.table("read"))
     if a.report:
         report.save(a.report)
     failed = failures(report, a.max_share, a.max_nmse)
+    if a.json:
+        print_json({"passed": not failed, "failures": failed, **report.as_dict()})
+        return 1 if failed else 0
+    print(report.table("read"))
     for line in failed:
         print(f"FAILED {line}")
     print(

@@ -1,4 +1,5 @@
-"""`gguf-bridge chat`: a conversation on a terminal, or line by line from standard input."""
+"""`gguf-bridge chat`, a conversation on a terminal or line by line from standard input, and `gguf-bridge run`, which is
+one where there is no prompt."""
 
 import argparse
 import json
@@ -33,6 +34,17 @@ def add_parser(commands: Any) -> None:
     p.add_argument("--system", metavar="TEXT", help="system message")
     run.add_template_options(p)
     run.add_sampling(p)
+    run.add_run_parser(commands, run_or_chat)
+
+
+def run_or_chat(a: argparse.Namespace) -> int:
+    """Answer the prompt that there is; without one, a terminal is asked."""
+    prompt = run.prompt_of(a)
+    if prompt is not None:
+        return run.run(a, prompt)
+    if a.logprobs is not None:
+        raise BridgeError("--logprobs needs a prompt; give it after the model")
+    return chat(a)
 
 
 def chat(a: argparse.Namespace) -> int:
@@ -67,6 +79,7 @@ def chat(a: argparse.Namespace) -> int:
         print(flush=True)
         if asks:
             tell(run.speeds(model))
+        run.tell_full_context(a, model)
     return 0
 
 

@@ -2,13 +2,17 @@
 
 import argparse
 import json
+import os
+import stat
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from bridge.cli.options import Once, add_numa, add_options, command, given
+from bridge.cli.json_output import add_json, print_json
+from bridge.cli.options import Once, add_numa, add_options, as_flag, command, further, given
 from bridge.cli.use.terminal import StatusLine, generated
 from bridge.errors import BridgeError
 from bridge.gguf_file.reader import LOADS
@@ -18,34 +22,53 @@ from bridge.system.progress import Bar
 from bridge.system.storage.files import read_text
 from bridge.system.text import tell
 
+_DESCRIPTION = """\
+Answer a prompt with a GGUF or a checkpoint, or without one chat. Words after the model, and text that is piped into
+the command, are a message to the model where it has a chat template, and otherwise a text to continue; --prompt is
+always a text to continue, unless with --chat.
+"""
+
 
 def add_parser(commands: Any) -> None:
-    p = model_parser(commands, "run", run)
-    take_checkpoints(p)
-    p.add_argument("-p", "--prompt", required=True, metavar="TEXT", help="text to continue; -: from standard input")
-    p.add_argument("--chat", action="store_true", help="the text is a user's message, by the model's chat template")
-    p.add_argument("--system", metavar="TEXT", help="system message, with --chat")
-    add_template_options(p, ", with --chat")
-    p.add_argument(
-        "--logprobs", type=int, metavar="N",
-        help="print a line for each token: the logarithm of its probability, its text, and the N most likely tokens",
-    )  # fmt: skip
-    add_sampling(p)
     p = model_parser(commands, "perplexity", perplexity)
-    p.add_argument("gguf", type=Path, help="GGUF file, or its first shard")
+    p.add_argument("gguf", help="GGUF file, or its first shard, or a Hub id of one (org/name:Q4_K_M)")
     p.add_argument("-f", "--file", required=True, type=Path, metavar="TEXT.txt", help="text in UTF-8")
     p.add_argument(
-        "--reference", type=Path, metavar="OTHER.gguf",
+        "--reference", metavar="OTHER.gguf",
         help="GGUF whose predictions to compare with: prints the divergences",
     )  # fmt: skip
     p.add_argument("--windows", type=int, metavar="N", help="number of windows (default: the whole text)")
     p.add_argument("--length", type=int, default=256, metavar="N", help="tokens in a window (default: 256)")
+    add_json(p)
+
+
+def add_run_parser(commands: Any, handler: Any) -> argparse.ArgumentParser:
+    """The parser of `gguf-bridge run`."""
+    p = model_parser(commands, "run", handler, _DESCRIPTION)
+    take_checkpoints(p)
+    p.add_argument("words", nargs="*", metavar="PROMPT", help="message to the model, or text to continue; see above")
+    p.add_argument("-p", "--prompt", metavar="TEXT", help="text to continue; -: from standard input")
+    p.add_argument("--chat", action="store_true", help="--prompt is a message, by the model's chat template")
+    p.add_argument("--system", metavar="TEXT", help="system message")
+    add_template_options(p)
+    further(p).add_argument(
+        "--logprobs", type=int, metavar="N",
+        help="print a line for each token: the logarithm of its probability, its text, and the N most likely tokens",
+    )  # fmt: skip
+    add_sampling(p)
+    return p
 
 
 def take_checkpoints(p: argparse.ArgumentParser) -> None:
     """The model to run, which may be a checkpoint; `gguf_of` returns the GGUF of either."""
-    p.add_argument("model", help="GGUF (first shard), or a checkpoint, which is converted first: folder, Hub id or .pt")
-    p.add_argument("--config", metavar="DIR", type=Path, help="folder with the config.json and tokenizer of a bare .pt")
+    p.add_argument(
+        "model",
+        help="GGUF (first shard), or a checkpoint, which is converted first: folder or .pt; or a Hub id of either "
+        "(org/name, org/name:Q4_K_M)",
+    )  # fmt: skip
+    further(p).add_argument(
+        "--config", metavar="DIR", type=Path, help="folder with the config.json and tokenizer of a bare .pt"
+    )
 
 
 def gguf_of(a: argparse.Namespace, messages: Sequence[dict[str, str]] | None = None) -> Path:
@@ -66,27 +89,28 @@ def add_sampling(p: argparse.ArgumentParser) -> None:
         "--stop", action="append", default=[], metavar="TEXT",
         help="text that ends the reply and is not printed; may be repeated",
     )  # fmt: skip
-    grammar = p.add_mutually_exclusive_group()
+    grammar = further(p).add_mutually_exclusive_group()
     grammar.add_argument(
         "--schema", type=Path, metavar="FILE.json", help="JSON schema that the reply fits (the extra: schema)"
     )
     grammar.add_argument("--regex", metavar="REGEX", help="regular expression that the whole reply matches")
-    p.add_argument(
+    further(p).add_argument(
         "--draft", metavar="ngram|mtp|FILE.gguf",
         help="what guesses tokens, for the same reply sooner: ngram (what followed the last tokens before), mtp (the "
         "file's own layer for that), or a smaller model of the same vocabulary",
     )  # fmt: skip
-    add_options(p, Sampling)
+    add_options(p, "sampling", Sampling)
 
 
-def add_template_options(p: argparse.ArgumentParser, when: str = "") -> None:
+def add_template_options(p: argparse.ArgumentParser) -> None:
     """What the chat template is given besides the messages; `template_options` reads it."""
-    p.add_argument("--tools", type=Path, metavar="FILE.json", help=f"list of the tools that the model may call{when}")
-    p.add_argument("--documents", type=Path, metavar="FILE.json", help=f"list of documents to quote from{when}")
-    p.add_argument("--no-think", action="store_true", help=f"ask the chat template for a reply without thinking{when}")
-    p.add_argument(
+    p.add_argument("--no-think", action="store_true", help="ask for a reply without thinking")
+    more = further(p, "chat template")
+    more.add_argument("--tools", type=Path, metavar="FILE.json", help="list of the tools that the model may call")
+    more.add_argument("--documents", type=Path, metavar="FILE.json", help="list of documents to quote from")
+    more.add_argument(
         "--template-option", action="append", default=[], type=_named_value, metavar="NAME=VALUE",
-        help=f"variable of the chat template, a text or JSON{when}; may be repeated",
+        help="variable of the chat template, a text or JSON; may be repeated",
     )  # fmt: skip
 
 
@@ -137,13 +161,13 @@ def _draft(a: argparse.Namespace) -> Any:
         return None
     from bridge.runtime.replies.speculation import NAMES
 
-    return a.draft if a.draft in NAMES else load(a, Path(a.draft), a.context)
+    return a.draft if a.draft in NAMES else load(a, a.draft, a.context)
 
 
-def model_parser(commands: Any, name: str, handler: Any) -> argparse.ArgumentParser:
-    parser = command(commands, name, handler)
+def model_parser(commands: Any, name: str, handler: Any, description: str | None = None) -> argparse.ArgumentParser:
+    parser = command(commands, name, handler, description)
     add_loading(parser)
-    parser.add_argument(
+    further(parser).add_argument(
         "--lora", action=Once, type=Path, metavar="ADAPTER.gguf",
         help="adapter that convert-lora wrote, added to the model's weights",
     )  # fmt: skip
@@ -152,29 +176,36 @@ def model_parser(commands: Any, name: str, handler: Any) -> argparse.ArgumentPar
 
 def add_loading(parser: argparse.ArgumentParser) -> None:
     """The options that `load` reads."""
-    parser.add_argument("--threads", type=int, metavar="N", help="number of CPU threads (default: one per core)")
-    add_numa(parser)
     parser.add_argument(
         "--context", type=int, metavar="N",
         help="tokens that prompt and reply may have (default: the model's, at most 4096)",
     )  # fmt: skip
+    parser.add_argument("--threads", type=int, metavar="N", help="number of CPU threads (default: one per core)")
     parser.add_argument(
+        "--device", default="cpu", metavar="NAME", help="cpu (default), cuda, cuda:1 ..., or auto: cuda if possible"
+    )
+    add_numa(parser)
+    more = further(parser)
+    more.add_argument(
         "--kv", default="f16", choices=("f16", "q8_0", "f32"), help="type of keys and values (default: f16)"
     )
-    parser.add_argument(
+    more.add_argument(
         "--precision", default="int8", choices=("int8", "f32"),
         help="precision of activations (default: int8, as in llama.cpp)",
     )  # fmt: skip
-    parser.add_argument(
+    more.add_argument(
         "--load", default="mmap", choices=LOADS,
         help="mmap, or memory: read the whole file, which others may then truncate or overwrite (default: mmap)",
     )  # fmt: skip
-    parser.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1 ..., or auto: cuda if possible")
 
 
-def load(a: argparse.Namespace, path: Path, context: int | None, lora: Path | None = None) -> Any:
+def load(a: argparse.Namespace, path: str | Path, context: int | None, lora: Path | None = None) -> Any:
     from bridge.runtime.model import Model
 
+    if not str(path).endswith(".gguf"):  # a name on the Hub, or Ollama's of a file; the import takes time
+        from bridge.checkpoint.files.hub import resolve_gguf
+
+        path = resolve_gguf(path)
     model = Model.load(path, a.threads, a.kv, context, a.precision, a.device, a.load, lora, numa=a.numa)
     if model.note:
         tell(model.note)
@@ -183,19 +214,51 @@ def load(a: argparse.Namespace, path: Path, context: int | None, lora: Path | No
     return model
 
 
-def run(a: argparse.Namespace) -> int:
-    """Stream a continuation to standard output; the speeds go to standard error."""
-    text = _standard_input() if a.prompt == "-" else a.prompt
-    if a.system is not None and not a.chat:
-        raise BridgeError("--system needs --chat")
-    if not a.chat and (a.tools or a.documents or a.no_think or a.template_option):
-        raise BridgeError("--tools, --documents, --no-think and --template-option need --chat")
+def prompt_of(a: argparse.Namespace) -> str | None:
+    """The prompt of `run`: --prompt, or words with what is piped before them; None: a terminal will tell.
+
+    Sets --chat, or to None where the model's chat template decides.
+    """
+    if a.prompt is not None and a.words:
+        raise BridgeError("--prompt and words are two prompts; give one")
+    if a.prompt is not None:
+        if not a.chat and (asked := _for_chats(a)):
+            raise BridgeError(f"{asked} needs a message: give the prompt as words, or --chat")
+        return _standard_input() if a.prompt == "-" else a.prompt
+    if not a.words and sys.stdin.isatty():
+        return None
+    a.chat = True if a.chat or _for_chats(a) else None
+    piped = _standard_input().removesuffix("\n") if not a.words or _piped() else ""
+    prompt = "\n".join(filter(None, [piped, " ".join(a.words)]))
+    if not prompt:
+        raise BridgeError("the prompt is empty; give it after the model, by --prompt or on standard input")
+    return prompt
+
+
+def _for_chats(a: argparse.Namespace) -> str | None:
+    """The first option that was given and is for messages alone."""
+    names = ("system", "tools", "documents", "no_think", "template_option")
+    return next((as_flag(name) for name in names if getattr(a, name) not in (None, False, [])), None)
+
+
+def _piped() -> bool:
+    """Whether standard input is a pipe or a file."""
+    try:
+        mode = os.fstat(sys.stdin.fileno()).st_mode
+    except (OSError, ValueError):  # closed, or none of the system's
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
+
+
+def run(a: argparse.Namespace, text: str) -> int:
+    """Stream the reply to a prompt to standard output; the speeds go to standard error."""
     system = [{"role": "system", "content": a.system}] if a.system is not None else []
-    messages = [*system, {"role": "user", "content": text}] if a.chat else None
+    messages = [*system, {"role": "user", "content": text}]
     options = template_options(a)
     prompt: str | list[int] = text
-    model = load(a, gguf_of(a, messages), a.context, a.lora)
-    if messages is not None:
+    model = load(a, gguf_of(a, messages if a.chat else None), a.context, a.lora)
+    chats = a.chat if a.chat is not None else model.chat_template is not None
+    if chats:
         prompt = model.chat_tokens(messages, {**without_thinking(a, model.chat_template), **options})
     if a.logprobs is not None:
         for token in model.generate_scored(prompt, logprobs=a.logprobs, **reply_options(a)):
@@ -204,13 +267,22 @@ def run(a: argparse.Namespace) -> int:
         pieces = without_pauses(model.generate(prompt, **reply_options(a)))
         first = next(pieces, "")
         try:
-            print(first if a.chat else text + first, end="", flush=True, file=generated())
+            print(first if chats else text + first, end="", flush=True, file=generated())
             for piece in pieces:
                 print(piece, end="", flush=True, file=generated())
         finally:
             print(flush=True)
     tell(speeds(model))
+    tell_full_context(a, model)
     return 0
+
+
+def tell_full_context(a: argparse.Namespace, model: Any) -> None:
+    """Say so where the last reply ended because the context was full."""
+    if model.timing.full:
+        trained = model.config.context
+        more = f"; --context raises it, up to the {trained} that the model was trained for" * (trained > model.context)
+        tell(f"the reply ends here because the context is full: {model.context} tokens{more}")
 
 
 def without_pauses(pieces: Iterator[str]) -> Iterator[str]:
@@ -270,6 +342,9 @@ def perplexity(a: argparse.Namespace) -> int:
     reference = load(a, a.reference, context) if a.reference else None
     with Bar("measuring", unit=" windows") as bar:
         total = measure.perplexity(model, text, a.length, a.windows, reference, bar)
+    if a.json:
+        print_json(asdict(total))
+        return 0
     print(f"perplexity {total.perplexity:.4f} +- {total.error:.4f} ({total.windows} windows of {total.window} tokens)")
     if (d := total.divergence) is not None:
         ratio = total.perplexity / d.reference_perplexity

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from bridge.cli.options import Once, add_options, command, given
+from bridge.cli.options import Once, add_options, command, further, given
 from bridge.cli.use.run import add_loading, gguf_of, load, take_checkpoints
 from bridge.errors import BridgeError, BridgeWarning
 from bridge.runtime.replies.scoring import POOLINGS
@@ -31,26 +31,27 @@ def add_parser(commands: Any) -> None:
         "--sequences", type=int, default=8, metavar="N",
         help="number of replies that are made at the same time, at most 8; each has a context (default: 8)",
     )  # fmt: skip
-    p.add_argument(
+    add_loading(p)
+    more = further(p)
+    more.add_argument(
         "--waiting", type=int, default=64, metavar="N",
         help="number of further replies that may wait; more are refused (default: 64)",
     )  # fmt: skip
-    p.add_argument("--body", type=int, default=4, metavar="MB", help="largest request, in megabytes (default: 4)")
-    p.add_argument(
+    more.add_argument("--body", type=int, default=4, metavar="MB", help="largest request, in megabytes (default: 4)")
+    more.add_argument(
         "--grace", type=int, default=30, metavar="SECONDS",
         help="time that replies may take to end after a signal to stop (default: 30)",
     )  # fmt: skip
-    p.add_argument(
+    more.add_argument(
         "--pooling", choices=POOLINGS, default="mean",
         help="what the vectors of /v1/embeddings are made of: the mean of all tokens, or the last (default: mean)",
     )  # fmt: skip
-    p.add_argument(
+    more.add_argument(
         "--draft", choices=("ngram",),
         help="guess tokens, while 4 replies or fewer are made at once: what followed the last tokens before",
     )  # fmt: skip
-    p.add_argument("--lora", action=Once, type=Path, metavar="ADAPTER.gguf", help="adapter that convert-lora wrote")
-    add_loading(p)
-    add_options(p.add_argument_group("sampling, where a request does not say"), Sampling, [*NUMBERS])
+    more.add_argument("--lora", action=Once, type=Path, metavar="ADAPTER.gguf", help="adapter that convert-lora wrote")
+    add_options(p, "sampling, where a request does not say", Sampling, [*NUMBERS])
 
 
 def run(a: argparse.Namespace) -> int:

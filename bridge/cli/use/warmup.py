@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bridge.cli.options import as_flag, command
+from bridge.cli.options import as_flag, command, further
 from bridge.cli.use.run import add_loading, gguf_of, load
 from bridge.errors import BridgeError
 from bridge.system.kernels import compiling
@@ -25,7 +25,9 @@ def add_parser(commands: Any) -> None:
         "model", nargs="?",
         help="GGUF to run, or checkpoint to convert and run; without one, what rounds to each type and multiplies it",
     )  # fmt: skip
-    p.add_argument("--config", metavar="DIR", type=Path, help="folder with the config.json and tokenizer of a bare .pt")
+    further(p).add_argument(
+        "--config", metavar="DIR", type=Path, help="folder with the config.json and tokenizer of a bare .pt"
+    )
     add_loading(p)
 
 

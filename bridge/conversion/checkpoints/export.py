@@ -19,6 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from bridge.checkpoint.files.folder import check_folder
+from bridge.checkpoint.files.hub import resolve_gguf
 from bridge.checkpoint.formats.registry import FORMATS
 from bridge.checkpoint.formats.written import WrittenFormat
 from bridge.checkpoint.grouped import GroupedTensor, PackedTensor
@@ -139,7 +140,7 @@ def export(
         raise BridgeError(f"unknown {parameter('dtype', dtype)}: choose {', '.join(DTYPES)}")
     if calibrate is not None and written is None:
         raise refused("calibrate", None, f"floats are not rounded; choose another {parameter('format')}")
-    gguf = read_gguf(expanded(model))
+    gguf = read_gguf(resolve_gguf(model))
     expect_model(gguf.metadata, gguf.files[0])
     if dtype is None:
         dtype = "BF16" if any(tensor.type == "BF16" for tensor in gguf.tensors.values()) else "F16"

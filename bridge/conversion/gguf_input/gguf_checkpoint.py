@@ -16,9 +16,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from bridge.blocks.read import READ
-from bridge.checkpoint import Checkpoint
+from bridge.checkpoint import Checkpoint, open_checkpoint
 from bridge.checkpoint.files.dtypes import NUMPY, is_finite, not_finite
-from bridge.checkpoint.files.hub import kind_of, open_by_name
+from bridge.checkpoint.files.hub import kind_of, resolve_model
 from bridge.checkpoint.files.store import Store, TensorInfo
 from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.conversion.gguf_input.gguf_config import checked_source, write_config
@@ -112,19 +112,20 @@ def open_source(
     detect_lattice: bool = False,
     by_family: bool = False,
 ) -> Checkpoint:
-    """Open what a model is converted from: a checkpoint, see `open_by_name`, or a GGUF.
+    """Open what a model is converted from: a checkpoint, see `open_by_name`, or a GGUF, by name too.
 
     by_family  whether a GGUF's tensors have the names and rows of its family's checkpoints, with config and tokenizer
 
     Raises BridgeError as `open_by_name` does, and for a GGUF that is damaged, no model, or without a known family.
     """
-    if kind_of(source, config) != "gguf":
-        return open_by_name(source, config, needs_config=needs_config, detect_lattice=detect_lattice)
+    path = resolve_model(source, config)
+    if kind_of(path, config) != "gguf":
+        return open_checkpoint(path, config, needs_config=needs_config, detect_lattice=detect_lattice)
     if not needs_config:
         raise BridgeError(f"{source}: is a GGUF and keeps its names and metadata; leave out {parameter('template')}")
     if config is not None and not by_family:
         raise BridgeError(f"{source}: is a GGUF and keeps its metadata and tokenizer; leave out {parameter('config')}")
-    model = read_gguf(expanded(source))
+    model = read_gguf(path)
     expect_model(model.metadata, model.files[0])
     with ExitStack() as stack:
         home = Path(stack.enter_context(TemporaryDirectory())) if config is None else expanded(config)

@@ -3,6 +3,7 @@
     PlanOptions      what a plan depends on; types are in `recipe.Recipe`
     ConvertOptions   a plan's options and what is done with it
     Budget           a size, and what finding types that fit it may cost
+    ...Keywords      the same options as the keywords of functions, for type checkers
 
 How layers are quantized with a text is `bridge.quantize.settings.Calibration`.
 """
@@ -10,10 +11,10 @@ How layers are quantized with a text is `bridge.quantize.settings.Calibration`.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypedDict
 
 from bridge.blocks.tensor_types import FLOAT_TYPES
-from bridge.conversion.planning.recipe import MMPROJ_TYPES, Recipe
+from bridge.conversion.planning.recipe import MMPROJ_TYPES, Recipe, as_pairs
 from bridge.errors import BridgeError, parameter, refused
 from bridge.quantize.settings import Calibration
 from bridge.system.options import check_types, count, entry, is_key, is_number, option, positive, share, size
@@ -24,7 +25,7 @@ from bridge.system.progress import Progress
 class PlanOptions(Recipe):
     """What a plan depends on, besides the checkpoint."""
 
-    config: Path | None = option(
+    config: str | Path | None = option(
         None, "folder with config.json and tokenizer of the model that a bare .pt or .safetensors was made from",
         metavar="DIR", parse=Path,
     )  # fmt: skip
@@ -33,7 +34,7 @@ class PlanOptions(Recipe):
         "read floats that lie on a hidden grid (of models that somebody dequantized, or trained for it) as the codes "
         "they were made from; `inspect` tells where there are any",
     )
-    imatrix: Path | None = option(
+    imatrix: str | Path | None = option(
         None, "llama.cpp's importance matrix (GGUF), for tensors that are quantized from floats", metavar="FILE",
         parse=Path,
     )  # fmt: skip
@@ -52,13 +53,13 @@ class PlanOptions(Recipe):
     )
     no_mtp: bool = option(False, "leave out the layers that predict further tokens at once (MTP)")
     split_max_size: int | None = option(
-        None, "write shards of at most this size, such as 4G or 500M", metavar="SIZE", parse=size
+        None, "write shards of at most this size, such as 4G or 500M", metavar="SIZE", parse=size, usual=True
     )
     name: str | None = option(
-        None, "general.name: what programs call the model", metavar="TEXT", says="from the checkpoint"
+        None, "general.name: what programs call the model", metavar="TEXT", says="from the checkpoint", usual=True
     )
     author: str | None = option(None, "general.author", metavar="TEXT", says="from the checkpoint")
-    metadata: Sequence[tuple[str, Any]] = option(
+    metadata: Mapping[str, Any] | Sequence[tuple[str, Any]] = option(
         (),
         "set a key of the GGUF's metadata, such as general.description='For tests'; may be repeated. A key that the "
         "file has already keeps its type; a list can be edited in a plan only", metavar="KEY=VALUE", parse=entry,
@@ -66,8 +67,8 @@ class PlanOptions(Recipe):
     pre: str | None = option(
         None, "tokenizer.ggml.pre, where the pre-tokenizer is not recognised (such as qwen2)", metavar="NAME"
     )
-    threads: int | None = option(None, "worker threads", metavar="N", parse=positive, says="one per CPU")
-    force: bool = option(False, "replace files that exist")
+    threads: int | None = option(None, "worker threads", metavar="N", parse=positive, says="one per CPU", usual=True)
+    force: bool = option(False, "replace files that exist", usual=True)
     calibrate: Calibration | None = None
 
     def __post_init__(self) -> None:
@@ -82,7 +83,7 @@ class PlanOptions(Recipe):
         asked: Any = self.metadata  # or a dict
         if not isinstance(asked, Iterable):
             raise refused("metadata", asked, "must be a dict")
-        pairs = [*(asked.items() if isinstance(asked, Mapping) else asked)]
+        pairs = [*as_pairs(asked)]
         pairs += [(f"general.{n}", v) for n in ("name", "author") if (v := getattr(self, n)) is not None]
         for each in pairs:
             if not (isinstance(each, tuple | list) and len(each) == 2 and is_key(each[0])):
@@ -114,7 +115,7 @@ class Budget:
 
     size: int | None = option(
         None, "size of the whole file, such as 4.2G, never exceeded: each tensor gets the type that loses least",
-        metavar="SIZE", parse=size,
+        metavar="SIZE", parse=size, usual=True,
     )  # fmt: skip
     bpw: float | None = option(
         None, "instead of --size: bits per weight over all tensors' data, without the file's head", metavar="X",
@@ -122,10 +123,10 @@ class Budget:
     )  # fmt: skip
     swaps: int = option(0, "maximum number of swaps of types that trial models judge", metavar="N", parse=count)
     requantize: bool = option(False, "choose types for tensors that could keep their codes too, where that pays")
-    plan_out: Path | None = option(
+    plan_out: str | Path | None = option(
         None, "write the plan found, with the curve of KL divergence against size", metavar="PLAN.json", parse=Path
     )
-    tensor_types_out: Path | None = option(
+    tensor_types_out: str | Path | None = option(
         None, "write the types found as llama-quantize's --tensor-type-file takes them", metavar="FILE", parse=Path
     )
     tokens: int = 4096
@@ -148,20 +149,20 @@ class Budget:
 class ConvertOptions(PlanOptions):
     """What `bridge.convert` takes besides the checkpoint and the output's name."""
 
-    plan: Path | None = option(
+    plan: str | Path | None = option(
         None, "execute this plan of `gguf-bridge plan`, instead of choosing types; types in it may have been edited",
-        metavar="PLAN.json", parse=Path,
+        metavar="PLAN.json", parse=Path, usual=True,
     )  # fmt: skip
     shard: tuple[int, int] | None = option(
         None, "with --plan: write only shard I of N (identical to the one a full run writes)", metavar="I/N",
         parse=share,
     )  # fmt: skip
-    merge: Path | None = option(
+    merge: str | Path | None = option(
         None,
         "folder of a PEFT adapter (LoRA, DoRA) to merge: the matrices that it changes are requantized, all others keep "
         "their codes", metavar="ADAPTER", parse=Path,
     )  # fmt: skip
-    modelfile: bool = option(False, "write an Ollama Modelfile next to the GGUF")
+    modelfile: bool = option(False, "write an Ollama Modelfile next to the GGUF", usual=True)
     budget: Budget | None = None
 
     def __post_init__(self) -> None:
@@ -217,3 +218,43 @@ class ConvertOptions(PlanOptions):
                 f"{parameter(asked)} is for one file: write the plan with {parameter('plan_out')}, set split_max_size "
                 f"in it, and convert with {parameter('plan')}"
             )
+
+
+class FileKeywords(TypedDict, total=False):
+    """Fields of `PlanOptions` that say how a GGUF is written, with or without a calibration text."""
+
+    output_type: str | None
+    token_embd_type: str | None
+    tensor_types: Mapping[str, str] | Sequence[tuple[str, str]]
+    config: str | Path | None
+    template: str | Path | None
+    mmproj_type: str
+    no_mtp: bool
+    split_max_size: int | None
+    name: str | None
+    author: str | None
+    metadata: Mapping[str, Any] | Sequence[tuple[str, Any]]
+    pre: str | None
+    threads: int | None
+    force: bool
+
+
+class PlanKeywords(FileKeywords, total=False):
+    """The fields of `PlanOptions`."""
+
+    type: str
+    actorder_type: str | None
+    target: str | None
+    detect_lattice: bool
+    imatrix: str | Path | None
+    calibrate: Calibration | None
+
+
+class ConvertKeywords(PlanKeywords, total=False):
+    """The fields of `ConvertOptions`."""
+
+    plan: str | Path | None
+    shard: tuple[int, int] | None
+    merge: str | Path | None
+    modelfile: bool
+    budget: Budget | None

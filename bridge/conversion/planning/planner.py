@@ -34,7 +34,7 @@ from bridge.conversion.planning.mmproj import tower_notes, tower_outline
 from bridge.conversion.planning.options import PlanOptions
 from bridge.conversion.planning.part_reader import PartReader
 from bridge.conversion.planning.plan import QUANTIZED, How, Plan, PlannedTensor, main_type, unmet_notes
-from bridge.conversion.planning.recipe import PRESETS, Q2_0_SINCE, Recipe, TensorPlace, Unmet
+from bridge.conversion.planning.recipe import PRESETS, Q2_0_SINCE, Recipe, TensorPlace, Unmet, as_pairs
 from bridge.encode.carrying.carry import Fidelity, obstacle
 from bridge.encode.type_choice import Choice, carries, choose, must_carry
 from bridge.errors import BridgeError, parameter
@@ -65,7 +65,7 @@ def make_plan(
     planner = Planner(ckpt, options, importance, outline, calibration)
     options.check([t.name for t in outline.tensors if t.fixed_type is None])
     tensors = planner.each(planner.planned, outline.tensors, progress)
-    metadata = _with_types(with_given(outline.metadata, options.metadata), _file_type(options, tensors))
+    metadata = _with_types(with_given(outline.metadata, as_pairs(options.metadata)), _file_type(options, tensors))
     asked = None if options.mmproj_type == "none" else options.mmproj_type
     notes = [*ckpt.notes, *tower_notes(outline.others, tower, asked), *outline.notes, *unmet_notes(tensors)]
     if options.output_type and options.token_embd_type and tied(outline.tensors):

@@ -15,10 +15,11 @@ from typing import Any, Literal, NamedTuple
 
 from bridge.blocks import BLOCKS, FP4, ROUNDED, TYPES
 from bridge.blocks.tensor_types import FLOAT_TYPES
-from bridge.encode.limits import CARRIED_LIMIT, REQUANTIZED_LIMIT
+from bridge.encode.limits import REQUANTIZED_LIMIT
 from bridge.errors import BridgeError, parameter, refused
 from bridge.system.options import check_types, option, pair
 from bridge.system.patterns import matched, pattern_problem
+from bridge.system.text import unknown
 
 MMPROJ_TYPES = ("F16", "BF16", "F32", "Q8_0")  # of the matrices of a vision tower
 _SIZES = {name: block.size for name, block in TYPES.items()} | ROUNDED  # block types: weights in a block
@@ -67,6 +68,9 @@ class TensorPlace:
         return self.n_layers == 80 and (self.arch == "qwen2" or (self.arch == "llama" and self.gqa > 1))
 
 
+TYPE_NAMES = ["auto", "exact", *_SIZES, *FLOAT_TYPES, *(name for name in PRESETS if name not in _SIZES)]
+
+
 class Unmet(NamedTuple):
     """A type that was asked for, and why a tensor does not become it; `columns`: of its rows, where these are why."""
 
@@ -90,13 +94,10 @@ class Recipe:
 
     type: str = option(
         "auto",
-        "auto: the smallest K-quant (Q8_0 for 8 bits) that carries the codes and adds under "
-        f"{CARRIED_LIMIT:.0%} of the checkpoint's own quantization noise, or where no type does, the smallest that "
-        f"adds under {REQUANTIZED_LIMIT:.0%}, Q8_0 at worst; Q4_K where a text is given and all weights are floats; "
-        "exact: the smallest bit-exact type, auto's where there is none; a block type "
-        f"({', '.join(_SIZES)}); F16, BF16 or F32; or a llama.cpp preset (Q4_K_M, Q3_K_L, ...): its "
-        "mixture for tensors that arrive as floats, and an upper bound for those that arrive as codes",
+        "auto (the smallest that keeps the checkpoint's codes), exact (the smallest that keeps them bit for bit), a "
+        "type (Q4_K, Q8_0, IQ4_XS, F16, ...) or a llama.cpp mixture (Q4_K_M, ...)",
         metavar="TYPE",
+        usual=True,
     )
     output_type: str | None = option(
         None, "type of the output head: a block type, F16, BF16 or F32", metavar="TYPE", says="by --type"
@@ -106,7 +107,7 @@ class Recipe:
         None, "type of act-order tensors, whose codes GGUF cannot hold", metavar="TYPE",
         says=f"the smallest that adds under {REQUANTIZED_LIMIT:.0%} of the noise",
     )  # fmt: skip
-    tensor_types: Sequence[tuple[str, str]] = option(
+    tensor_types: Mapping[str, str] | Sequence[tuple[str, str]] = option(
         (),
         "type of the tensors whose GGUF name matches, such as 'ffn_down=Q6_K'; may be repeated, the last match wins",
         flag="--tensor-type", metavar="REGEX=TYPE", parse=pair,
@@ -122,8 +123,7 @@ class Recipe:
         check_types(self)
         base = {"AUTO": "auto", "EXACT": "exact"}.get(self.type.upper(), self.type.upper())
         if base not in ("auto", "exact", *_SIZES, *FLOAT_TYPES, *PRESETS):
-            known = ", ".join(["auto", "exact", *_SIZES, *FLOAT_TYPES, *(p for p in PRESETS if p not in _SIZES)])
-            raise BridgeError(f"unknown type {self.type!r}: choose one of {known}")
+            raise unknown("type", self.type, TYPE_NAMES)
         object.__setattr__(self, "type", base)
         for name in ("output_type", "token_embd_type", "actorder_type"):
             if getattr(self, name):
@@ -136,7 +136,7 @@ class Recipe:
         asked: Any = self.tensor_types  # or a dict of them
         if not isinstance(asked, Iterable):
             raise refused("tensor_types", asked, "must be a list of pairs, or a dict")
-        pairs = list(asked.items() if isinstance(asked, Mapping) else asked)
+        pairs = as_pairs(asked)
         for each in pairs:
             if not isinstance(each, tuple | list) or [type(text) for text in each] != [str, str]:
                 raise BridgeError(f"{parameter('tensor_types')} {each!r}: must be a regular expression and a type")
@@ -151,9 +151,14 @@ class Recipe:
         if "Q2_0" in asked and self.uses_q2_0 is False:
             raise refused("target", self.target, f"llama.cpp has Q2_0 since build {Q2_0_SINCE}; choose another type")
 
+    @property
+    def type_patterns(self) -> Sequence[tuple[str, str]]:
+        """`tensor_types` as pairs."""
+        return as_pairs(self.tensor_types)
+
     def check(self, names: Sequence[str]) -> None:
         """BridgeError where a tensor_types pattern matches none of the tensors that can be quantized, `names`."""
-        for pattern, name in self.tensor_types:
+        for pattern, name in self.type_patterns:
             if not any(matched("search", pattern, n, parameter("tensor_types", (pattern, name))) for n in names):
                 why = f"matches no tensor that can be quantized; they have names like {names[0]}"
                 raise refused("tensor_types", (pattern, name), why)
@@ -214,12 +219,17 @@ class Recipe:
 
     def explicit(self, name: str, kind: str, tied: bool) -> str | None:
         """The type that an option for single tensors gives a tensor, if one does; `tied`: it is the head too."""
-        for pattern, type in reversed(self.tensor_types):
+        for pattern, type in reversed(self.type_patterns):
             if matched("search", pattern, name, parameter("tensor_types")):
                 return type
         if kind == "output" or (tied and self.output_type):  # as llama.cpp: the head's type comes first
             return self.output_type
         return self.token_embd_type if kind == "token_embd" else None
+
+
+def as_pairs(given: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> tuple[tuple[str, Any], ...]:
+    """The items of a dict, or of what lists them."""
+    return tuple(given.items() if isinstance(given, Mapping) else given)
 
 
 def _fitted(mode: Mode, name: str, place: TensorPlace) -> Wanted:
@@ -244,7 +254,7 @@ def for_rows(name: str, columns: int) -> str:
 def _tensor_type(name: str) -> str:
     upper = name.upper()
     if upper not in _SIZES and upper not in FLOAT_TYPES:
-        raise BridgeError(f"unknown tensor type {name!r}: choose one of {', '.join((*_SIZES, *FLOAT_TYPES))}")
+        raise unknown("tensor type", name, [*_SIZES, *FLOAT_TYPES])
     return upper
 
 

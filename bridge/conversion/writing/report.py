@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import reduce
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from bridge.blocks.ggml import GGMLQuantizationType
 from bridge.blocks.tensor_types import FLOAT_TYPES
@@ -153,9 +153,9 @@ class Report(CommandReport):
         """Bits per weight over all tensors' data, or over those that were handled in one of these ways."""
         return _bpw([t for t in self.tensors if outcomes is None or t.outcome in outcomes])
 
-    def save(self, path: Path) -> None:
-        """Write everything as JSON; an earlier report is replaced. Raises BridgeError where that fails."""
-        record = {
+    def as_dict(self) -> dict[str, Any]:
+        """Everything, for JSON."""
+        record: dict[str, Any] = {
             "checkpoint": self.checkpoint, "format": self.checkpoint_format, "outputs": [str(p) for p in self.outputs],
             "source_bytes": self.source_bytes, "output_bytes": self.output_bytes, "seconds": round(self.seconds, 3),
             "compile_seconds": round(self.compile_seconds, 3), "notes": self.notes,
@@ -163,7 +163,11 @@ class Report(CommandReport):
         }  # fmt: skip
         if self.blocks:
             record["blocks"] = self.blocks
-        save_report(path, record)
+        return record
+
+    def save(self, path: Path) -> None:
+        """Write everything as JSON; an earlier report is replaced. Raises BridgeError where that fails."""
+        save_report(path, self.as_dict())
 
     def table(self, done: str = WROTE) -> str:
         """The closing table: a row per kind of tensor, then notes, sizes and what was `done`; the speed of writing.

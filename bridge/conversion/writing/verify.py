@@ -16,6 +16,7 @@ import numpy as np
 
 from bridge.blocks.read import WRITTEN
 from bridge.checkpoint import Checkpoint
+from bridge.checkpoint.files.hub import resolve_gguf
 from bridge.checkpoint.grouped import CodedTensor
 from bridge.conversion.gguf_input.gguf_checkpoint import open_source
 from bridge.conversion.paths import files_of, with_checkpoint
@@ -67,6 +68,7 @@ def verify(
     Raises BridgeError where the two do not hold the same tensors, or where `mtp_text` cannot be tried.
     """
     started = time.perf_counter()
+    gguf_path = resolve_gguf(gguf_path)
     tried = [] if mtp_text is None else [_tried_prediction(gguf_path, Path(mtp_text))]
     file = read_gguf(gguf_path)
     expect_model(file.metadata, file.files[0])
@@ -82,7 +84,7 @@ def verify(
         _same_names(str(gguf_path), str(checkpoint), {t.name for t in tensors}, set(file.tensors) - scales)
         pairs = [(tensor, file) for tensor in tensors]
         files = list(file.files)
-        if (tower := _tower(ckpt, Path(gguf_path), mmproj)) is not None:
+        if (tower := _tower(ckpt, gguf_path, mmproj)) is not None:
             pairs += [(tensor, tower[1]) for tensor in tower[0]]
             files += tower[1].files
         reports = []

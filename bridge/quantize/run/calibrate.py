@@ -195,9 +195,9 @@ def calibrated_layers(
             settings.progress(len(layers.layers), len(layers.layers) + len(todo), f"gradients: {what}")
 
     with ExitStack() as stack:
-        folder = settings.offload
+        folder = None if settings.offload is None else Path(settings.offload)
         if spread is None:
-            beside = (settings.offload or layers.folder.parent) / layers.folder.name
+            beside = (folder or layers.folder.parent) / layers.folder.name
             stack.enter_context(disk_errors(beside, "activations", "folder"))
             folder = stack.enter_context(temporary_beside(beside))
         walk = Walk(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from operator import getitem
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import nn
@@ -23,13 +23,14 @@ from bridge.quantize.model.streamed_model import InMemory, StreamedModel, check_
 from bridge.quantize.quantizer import Quantizer
 from bridge.quantize.run.block_work import Batch, Ends
 from bridge.quantize.run.cluster import Tasks
-from bridge.quantize.run.walk import Walk, rows_at_once
+from bridge.quantize.run.walk import Walk, WalkKeywords, rows_at_once
 from bridge.quantize.run.worker import Worker, any_has_too_few_tokens, completed, merged_experts
 from bridge.system.options import checked
 
 
+@checked
 def quantize_model(
-    model: nn.Module | StreamedModel, tokens: torch.Tensor, quantizer: Quantizer, **options: Any
+    model: nn.Module | StreamedModel, tokens: torch.Tensor, quantizer: Quantizer, **options: Unpack[WalkKeywords]
 ) -> Iterator[tuple[str, Any]]:
     """Quantize the layers of a `transformers` decoder's blocks in place; yields (name, the quantizer's other result).
 

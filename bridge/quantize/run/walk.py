@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypedDict
 
 import torch
 
@@ -99,3 +100,25 @@ class Walk:
         if not isinstance(self.layers, LayerStore) or self.prepare is not None:  # which every block has to see
             return None
         return StoredInputs(self.layers.folder, self.layers.job)
+
+
+class WalkKeywords(TypedDict, total=False):
+    """The fields of `Walk` but for the first two, as keywords of functions."""
+
+    batch: int
+    held: int
+    feed: str
+    cross: bool
+    until: int | None
+    wanted: Callable[[str], bool]
+    layers: LayerStore | LayerHooks
+    two_sided: bool
+    head: bool
+    prepare: Prepare | None
+    offload: str | Path | None
+    memory: int | None
+    dtype: torch.dtype | None
+    hessians: int | None
+    open: Callable[[], Checkpoint] | None
+    arithmetic: torch.dtype
+    device: str

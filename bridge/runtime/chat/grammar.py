@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from bridge.runtime.chat.formats import ELEMENT, GEMMA_QUOTE, HARMONY, CallFormat, Thinking
@@ -26,20 +27,31 @@ class ReplyGrammar:
         self._tokens, self._thinking, self._thinks, self._harmony = tokens, thinking, thinks, harmony
         self._rules: list[str] = []
 
-    def text(
-        self, rule: str = "", form: CallFormat | None = None, functions: Functions | None = None, several: bool = False
-    ) -> str:
+    def text(self, rule: str, form: CallFormat, functions: Functions | None, several: bool, free: bool) -> str:
         """The grammar of a reply that fits a rule, or calls functions, after what the model thinks.
 
+        rule             "": nothing but calls
         form, functions  how calls are written, and what may be called; None: nothing may
         several          whether there may be more than one call
+        free             whether a call is only what follows the begin of one, in any text
         """
+        if free and functions:
+            return self._free(form, functions, several)
         final = self._literal("<|channel|>final<|message|>") if self._harmony else ""
         answers = [f"{final} {rule}"] if rule else []
-        if form is not None and functions:
+        if functions:
             answers.append(self._calls(form, functions, several))
         start = f"{self._thought()} ({' | '.join(answers)})"
         return "\n".join([f"start: {start}", *self._rules]) + "\n"
+
+    def _free(self, form: CallFormat, functions: Functions, several: bool) -> str:
+        calls = self._calls(replace(form, begin=""), functions, several)
+        begin = self._literal(form.begin)
+        text = "TEXT: /(?s:.*)/"
+        if "<[" not in begin:  # the begin is text as any other
+            text += f" & ~/(?s:.*){_escaped(form.begin)}(?s:.*)/"
+        start = f"{self._thought()} (TEXT | ({self._until(form.begin)} {calls})+ TEXT?)"
+        return "\n".join([f"start: {start}", text, *self._rules]) + "\n"
 
     def _calls(self, form: CallFormat, functions: Functions, several: bool) -> str:
         call = self._rule(" | ".join(self._call(form, name, schema) for name, schema in functions.items()))
@@ -171,6 +183,11 @@ class ReplyGrammar:
             first = f"({alone})" if required else f"({alone} | {first})" if first else f"({alone})?"
             later = self._rule(after if required else f"({after} | {later})" if later else f"({after})?")
         return first
+
+
+def _escaped(text: str) -> str:
+    """A text as an expression between slashes."""
+    return re.sub(r"([.+*?()|\[\]{}^$/\\])", r"\\\1", text).replace("\n", "\\n")
 
 
 def _properties(schema: Schema) -> list[tuple[str, Schema, bool]]:

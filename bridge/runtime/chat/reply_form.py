@@ -51,7 +51,14 @@ class ReplyForm:
         thinks = self._tail(prompt).endswith(self._marks.begin.rstrip())
         return MarkedParser(self._marks, thinks, None if functions is None else self.calls, functions or {})
 
-    def grammar(self, prompt: Sequence[int], rule: str, functions: Functions | None, several: bool) -> str:
+    @property
+    def has_begin(self) -> bool:
+        """Whether a call can be told by its begin from any other text, and what follows is one."""
+        return bool(self.calls.begin) and self.calls is not HARMONY
+
+    def grammar(
+        self, prompt: Sequence[int], rule: str, functions: Functions | None, several: bool, free: bool = False
+    ) -> str:
         """The grammar of a reply to a prompt, see `ReplyGrammar.text`."""
         tail = self._tail(prompt)
         thinks = tail.endswith(self._marks.begin.rstrip())
@@ -59,7 +66,7 @@ class ReplyForm:
         grammar = ReplyGrammar(
             self._mark_tokens | self._call_tokens, self._marks if may_think else None, thinks, self.calls is HARMONY
         )
-        return grammar.text(rule, self.calls, functions, several)
+        return grammar.text(rule, self.calls, functions, several, free)
 
     def _tail(self, prompt: Sequence[int]) -> str:
         return self._tokenizer.decode(prompt[-_TAIL:], special=True).rstrip()

@@ -54,6 +54,11 @@ class ChatTemplate:
         plain = isinstance(messages, Sequence) and not isinstance(messages, str | bytes)
         if not plain or not all(isinstance(message, Mapping) for message in messages):
             raise BridgeError('the messages of a chat must be a list: [{"role": "user", "content": "..."}, ...]')
+        for number, message in enumerate(messages):
+            calls = message.get("role") == "assistant" and message.get("tool_calls")
+            for key in ("role",) if calls else ("role", "content"):
+                if message.get(key) is None:
+                    raise BridgeError(f'message {number} has no {key}; it must be {{"role": ..., "content": ...}}')
         extra = check_template_options({} if options is None else options)
         template = self._for_tools if extra.get("tools") and self._for_tools else self.text
         if template is None:

@@ -16,7 +16,7 @@ or copies, the keys and values of the longest prefix that any context holds, als
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 import numpy as np
 
@@ -25,9 +25,9 @@ from bridge.runtime.decoder.decoder import BATCH, WIDEST
 from bridge.runtime.layers.kv_cache import KVCache
 from bridge.runtime.replies.generation import Reply, ScoredToken, stop_texts
 from bridge.runtime.replies.speculation import NgramDrafter, Speculation
-from bridge.runtime.sampling import Draw, Sampler, draws_ahead
+from bridge.runtime.sampling import Draw, ReplyKeywords, Sampler, draws_ahead
 from bridge.runtime.tokenizer import Tokenizer, common_prefix
-from bridge.system.options import check_integer
+from bridge.system.options import check_integer, checked
 
 MAX_BATCH = WIDEST  # sequences in a step
 PART = 128  # tokens of prompts that are read between two steps
@@ -155,9 +155,11 @@ class Batch:
         """Sequences that have one."""
         return len(self._reading) + len(self._running)
 
+    @checked
     def add(
         self, prompt: str | Sequence[int], max_tokens: int = 256, stop: str | Sequence[str] | None = (),
-        logprobs: int | None = None, conversation: bool = False, reader: Reader | None = None, **sampling: Any,
+        logprobs: int | None = None, conversation: bool = False, reader: Reader | None = None,
+        **sampling: Unpack[ReplyKeywords],
     ) -> Generation:  # fmt: skip
         """Queue a sequence: it begins as soon as a context is free.
 

@@ -21,6 +21,7 @@ class Timing:
     tokens: int = 0
     seconds: float = 0.0
     speculation: Speculation | None = None  # tokens that were guessed, and those that were right
+    full: bool = False  # whether the reply ended because the context was full
 
 
 def reply_tokens(
@@ -38,7 +39,7 @@ def reply_tokens(
             timing.speculation = Speculation(drafter, prompt)
             drawn = drawn_with(timing.speculation, decoder, prompt, sampler, cached)
         drawn = shared.in_turn(drawn)
-    begun = compiling.clock() - decoder.preparing
+    begun, count = compiling.clock() - decoder.preparing, -1
     for count, token in enumerate(islice(drawn, max_tokens)):
         now = compiling.clock() - decoder.preparing
         if count == 0:
@@ -50,6 +51,7 @@ def reply_tokens(
         yield token
         if sampler.complete:
             return
+    timing.full = count + 1 < max_tokens
 
 
 def run_batch(shared: SharedDecoder, timing: Timing, batch: Batch) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from bridge.errors import BridgeError
 from bridge.system.storage.folder_locks import temporary_beside
+from bridge.system.text import nearest
 
 MAX_SMALL = 100_000_000  # bytes; the safetensors library's limit for a header. Vocabularies have up to 40 MB
 HEAD = 256  # bytes of a file that tell what it is
@@ -131,7 +132,17 @@ def without_shard(name: str) -> str:
 def missing(path: Path) -> BridgeError:
     """No such file; where it is a GGUF that was split, the first shard is named."""
     first = min(path.parent.glob(f"{glob.escape(path.stem)}-00001-of-*.gguf"), default=None)
-    return BridgeError(f"{path}: no such file" + (f"; it was split: give {first}" if first else ""))
+    return BridgeError(f"{path}: no such file" + (f"; it was split: give {first}" if first else near_names(path)))
+
+
+def near_names(path: Path) -> str:
+    """What follows the error of a path that does not exist: the most similar names in its folder, if there are any."""
+    try:
+        beside = {file.stem: file.name for file in path.parent.iterdir() if not file.name.startswith(".")}
+    except (OSError, ValueError):
+        return ""
+    names = nearest(path.name, beside.values(), 2) or [beside[stem] for stem in nearest(path.name, beside, 2)]
+    return f"; did you mean {' or '.join(str(path.with_name(name)) for name in names)}?" if names else ""
 
 
 def read_small(file: Path) -> bytes:
@@ -196,7 +207,8 @@ def read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as problem:
-        raise BridgeError(f"{path}: {getattr(problem, 'strerror', None) or 'not UTF-8'}") from problem
+        near = near_names(path) if isinstance(problem, FileNotFoundError) else ""
+        raise BridgeError(f"{path}: {getattr(problem, 'strerror', None) or 'not UTF-8'}{near}") from problem
 
 
 def write_text(path: Path, text: str) -> None:
