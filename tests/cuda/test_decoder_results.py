@@ -435,7 +435,7 @@ def test_tokens_that_are_kept_are_not_read_again(tmp_path: Path) -> None:
     read: list[int] = []
     prompt = device._prompt
     device._prompt = lambda tokens, keep: (read.extend(tokens), prompt(tokens, keep))[1]  # type: ignore[method-assign]
-    for how in (Sampling(0), Sampling(0, repeat_penalty=3.0, logit_bias={4: 2.0})):  # the second one on the host
+    for how in (Sampling(0), Sampling(0, frequency_penalty=3.0, logit_bias={4: 2.0})):  # the second one on the host
         del read[:]
         made = list(islice(device.draw(text, Sampler(how), cached=8), 4))
         assert read == [9, 10]
