@@ -290,9 +290,7 @@ SNIPPETS = [
     pytest.param(
         match[1],
         id=f"{page.name}-{number}",
-        marks=[pytest.mark.exhaustive]
-        if "Budget(" in match[1]
-        else [],  # minutes: tests/conversion/test_size_budget.py
+        marks=[pytest.mark.exhaustive] if "quantize_gguf(" in match[1] else [],  # minutes
     )
     for page in PAGES
     for number, match in enumerate(
