@@ -287,7 +287,11 @@ def test_the_changelogs_first_release_is_this_version():
 
 
 SNIPPETS = [
-    pytest.param(match[1], id=f"{page.name}-{number}")
+    pytest.param(
+        match[1],
+        id=f"{page.name}-{number}",
+        marks=[pytest.mark.exhaustive] if "quantize_gguf(" in match[1] else [],  # minutes
+    )
     for page in PAGES
     for number, match in enumerate(
         re.finditer(r"^```python\n(.*?)^```", page.read_text("utf-8"), re.MULTILINE | re.DOTALL)
@@ -332,7 +336,7 @@ def test_a_python_snippet_runs(code, tmp_path, small_model, request, monkeypatch
     files = {"model-gptq": CHECKPOINT, "org/model-gptq": CHECKPOINT, "org/model": small_model}
     if "llama-" in code:
         files |= request.getfixturevalue("trellis_checkpoints")
-    (tmp_path / "text.txt").write_text("KING RICHARD:\nNow is the winter of our discontent. " * 600)
+    (tmp_path / "text.txt").write_text("KING RICHARD:\nNow is the winter of our discontent. " * 80)
     for name, there in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).symlink_to(there)

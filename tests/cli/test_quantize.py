@@ -18,6 +18,7 @@ from bridge.checkpoint import open_checkpoint
 from bridge.cli import main
 from bridge.conversion.checkpoints.to_checkpoint import quantize_checkpoint
 from bridge.conversion.converter import convert
+from bridge.conversion.quantize_gguf import quantize_gguf
 from bridge.conversion.writing.report import CALIBRATED, CARRIED, FLOAT
 from bridge.errors import BridgeError, BridgeWarning
 from bridge.gguf_file.imatrix import read_imatrix
@@ -450,6 +451,24 @@ def out_floats(folder: Path, floats: Path) -> Path:
 def test_rounding_to_nearest_needs_no_text(model, tmp_path) -> None:
     assert main(["quantize", str(model), str(tmp_path / "o"), "--format", "gptq_v2", "--method", "rtn"]) == 0
     assert main(["quantize", str(model), str(tmp_path / "o.gguf"), "--method", "rtn"]) == 0
+
+
+def test_python_and_the_command_line_write_the_same_file(model, tmp_path) -> None:
+    options = ["--type", "Q4_K", "--method", "rtn", "--tensor-type", "ffn_down=Q6_K"]
+    assert main(["quantize", str(model), str(tmp_path / "command.gguf"), *options]) == 0
+    rtn, pinned = Calibration(None, method="rtn"), {"ffn_down": "Q6_K"}
+    report = quantize_gguf(model, tmp_path / "python.gguf", "Q4_K", calibrate=rtn, tensor_types=pinned)
+    assert report.outputs == [tmp_path / "python.gguf"]
+    assert (tmp_path / "python.gguf").read_bytes() == (tmp_path / "command.gguf").read_bytes()
+
+
+def test_floats_need_no_text_and_all_else_gets_one(model, tmp_path, monkeypatch) -> None:
+    assert quantize_gguf(model, tmp_path / "floats.gguf", "f16").outputs
+    asked = []
+    monkeypatch.setattr("bridge.conversion.quantize_gguf.convert_as", lambda *given: asked.append(given[2]))
+    quantize_gguf(model)
+    quantize_gguf(model, calibrate="text.txt")
+    assert [settings.calibrate for settings in asked] == [Calibration(), Calibration("text.txt")]
 
 
 def test_without_torch_the_package_to_install_is_named(text, monkeypatch) -> None:
