@@ -23,6 +23,7 @@ from bridge.cli import main
 from bridge.cli.program import _parser
 from bridge.cli.use import warmup
 from tests.conftest import CHECKPOINT, PATIENCE, ROOT
+from tests.models.template.test_hub import Hub
 from tests.support.adapters import low_rank, write_adapter
 from tests.support.command_line import edit_json
 
@@ -409,11 +410,15 @@ def test_the_commands_of_a_page_run_one_after_the_other(name, files_of_the_pages
     shutil.copytree(files_of_the_pages, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("sys.stdin", io.StringIO())
+    Hub(monkeypatch, tmp_path, {"falcon-f16.gguf": 1})  # org/model-GGUF is a repository of it
+    monkeypatch.setattr("bridge.cli.use.run._piped", lambda: True)
     monkeypatch.setattr(warmup, "_types", lambda blocks, make=warmup._types: make({"Q8_0": blocks["Q8_0"]}))  # seconds
     for line in lines_of(ROOT / name):
         if not any(skipped in line for skipped in NOT_RUN.values()):
-            words = shlex.split(line.replace("4G", "700K"), comments=True)
+            words, _, file = line.replace("4G", "700K").replace(":Q4_K_M", ":F16").partition(" < ")
+            words = shlex.split(words, comments=True)
+            piped = Path(file).read_bytes()[:200] if file else b"KING RICHARD:\n"
+            monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(piped)))
             if words[1] in ("run", "chat"):
                 words += ["-n", "4"]
             if words[1] == "quantize" or "--calibrate" in words:
