@@ -31,6 +31,7 @@ from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.checkpoint.labels.unlabelled import recognise
 from bridge.errors import BridgeError, parameter
 from bridge.system.options import checked
+from bridge.system.progress import Progress
 from bridge.system.storage.files import expanded, read_json
 from bridge.trellis.layer import TrellisLayer
 
@@ -115,10 +116,12 @@ class Checkpoint:
             "and there is no quantize_config.json; add the one that came with the model"
         )
 
-    def find_lattices(self) -> dict[str, Lattice]:
-        """The hidden grids of float matrices, by module."""
+    def find_lattices(self, progress: Progress | None = None) -> dict[str, Lattice]:
+        """The hidden grids of float matrices, by module. `progress`: called with the tensors done, of how many."""
         lattices = {}
-        for name, info in self.tensors.items():
+        for done, (name, info) in enumerate(self.tensors.items()):
+            if progress:
+                progress(done, len(self.tensors), name)
             if name.endswith(".weight") and name not in self._floats and (grid := find_lattice(self.store, info)):
                 lattices[name.removesuffix(".weight")] = grid
         return lattices

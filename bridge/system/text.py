@@ -5,10 +5,10 @@ them instead. Standard output passes through it as a whole (`cli/use/terminal.py
 """
 
 import re
-import sys
 from collections.abc import Iterable
 
 from bridge.errors import shortened
+from bridge.system.status_line import LINE
 
 _CONTROLS = [*range(0x20), *range(0x7F, 0xA0), 0x61C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)]
 _SHOWN = {c: f"\\x{c:02x}" if c < 256 else f"\\u{c:04x}" for c in _CONTROLS if chr(c) not in "\n\t"}
@@ -21,7 +21,7 @@ def printable(text: str) -> str:
 
 def tell(text: str) -> None:
     """Print a line for people on standard error."""
-    print(printable(text), file=sys.stderr)
+    LINE.print_above(printable(text))
 
 
 def note_lines(notes: Iterable[str], label: str = "note: ") -> list[str]:

@@ -24,12 +24,20 @@ from bridge.errors import BridgeError, parameter, shortened
 from bridge.gguf_file.header import rotation_keys
 from bridge.gguf_file.reader import StoredModel, read_gguf
 from bridge.models.outline import number
+from bridge.system.progress import Progress
 from bridge.system.storage.files import refuse_pointer
 from bridge.system.text import align, note_lines, size_text
 
 
-def describe(path: str | Path, config: str | Path | None = None, template: str | Path | None = None) -> str:
+def describe(
+    path: str | Path,
+    config: str | Path | None = None,
+    template: str | Path | None = None,
+    progress: Progress | None = None,
+) -> str:
     """A few lines about a checkpoint folder, a Hub id, a .pt or a GGUF file; `config`, `template` as for `convert`.
+
+    progress  called with the tensors of floats that were searched for codes, of how many, and the last one's name
 
     Raises BridgeError.
     """
@@ -43,10 +51,10 @@ def describe(path: str | Path, config: str | Path | None = None, template: str |
                 raise BridgeError(f"{path}: is a GGUF; {parameter(name)} is for checkpoints")
         return "\n".join(map(shortened, _describe_gguf(Path(path))))
     with open_by_name(path, config, needs_config=template is None) as ckpt:
-        return "\n".join(map(shortened, _describe_checkpoint(ckpt, template)))
+        return "\n".join(map(shortened, _describe_checkpoint(ckpt, template, progress)))
 
 
-def _describe_checkpoint(ckpt: Checkpoint, template: str | Path | None) -> list[str]:
+def _describe_checkpoint(ckpt: Checkpoint, template: str | Path | None, progress: Progress | None) -> list[str]:
     scattered = sum(ckpt.group_order(name) is not None for name in ckpt.modules)
     lines = [
         f"{ckpt.path}: {size_text(ckpt.nbytes)} in {len(ckpt.files)} file{'s' * (len(ckpt.files) != 1)}",
@@ -66,7 +74,7 @@ def _describe_checkpoint(ckpt: Checkpoint, template: str | Path | None) -> list[
         lines.append("they agree      in all that was looked at")
     whose = f", as {template} has them" if template is not None else ""
     lines.append(f"architecture    {plan.arch}, {number(plan.metadata, 'block_count')} layers{whose}")
-    grids = {} if ckpt.modules else ckpt.find_lattices()
+    grids = {} if ckpt.modules else ckpt.find_lattices(progress)
     hidden = lattice_notes(grids, "--detect-lattice carries their codes")
     lines += [*note_lines(plan.notes), *(f"note: {note}" for note in hidden)]
     return [*lines, "", *table]

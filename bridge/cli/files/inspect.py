@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from bridge.cli.options import command
+from bridge.system.progress import Bar, say
 
 
 def add_parser(commands: Any) -> None:
@@ -15,7 +16,9 @@ def add_parser(commands: Any) -> None:
 
 
 def run(a: argparse.Namespace) -> int:
+    say(f"reading {a.path}")
     from bridge.cli.files.describe import describe
 
-    print(describe(a.path, a.config, a.template))
+    with Bar("looking for codes", unit=" tensors") as bar:
+        print(describe(a.path, a.config, a.template, bar))
     return 0

@@ -8,7 +8,7 @@ from bridge.cli.files.convert import add_plan_options, choices
 from bridge.cli.options import SOURCE, add_no_mmproj, add_options, calibration, command
 from bridge.conversion.planning.options import PlanOptions
 from bridge.quantize.settings import Calibration
-from bridge.system.progress import Bar
+from bridge.system.progress import Bar, say
 
 
 def add_parser(commands: Any) -> None:
@@ -26,6 +26,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(a: argparse.Namespace) -> int:
+    say(f"reading {a.checkpoint}")
     from bridge.cli.files.describe import plan_table
     from bridge.conversion.converter import plan_as
 

@@ -12,6 +12,8 @@ from bridge.runtime.replies.scoring import POOLINGS
 from bridge.runtime.sampling import NUMBERS, Sampling
 from bridge.system.devices import cpu_note
 from bridge.system.options import check_integer
+from bridge.system.progress import say
+from bridge.system.status_line import LINE
 from bridge.system.text import tell
 
 _KEY = "GGUF_BRIDGE_API_KEY"
@@ -80,8 +82,10 @@ def run(a: argparse.Namespace) -> int:
         warnings.warn(f"--host {a.host}: whoever reaches this machine can use the model; --api-key asks for a key",
                       BridgeWarning, stacklevel=1)  # fmt: skip
     with bound(a.host, a.port) as listening, load(a, gguf_of(a), a.context, a.lora) as model:
+        say("preparing the weights")
         model.prepare()
         limits = Limits(a.sequences, a.waiting, a.body << 20, key, local, a.pooling, sampling, a.draft)
+        LINE.hide()
         serve(model, listening, limits, a.grace)
     tell("stopped")
     return 0
