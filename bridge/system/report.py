@@ -9,7 +9,7 @@ from typing import Any
 from bridge.errors import BridgeError
 from bridge.system.storage.files import write_text
 from bridge.system.storage.outputs import NOTHING, ProtectedPaths, check_outputs
-from bridge.system.text import compile_text, note_lines, size_text
+from bridge.system.text import note_lines, size_text, took_text
 
 Facts = Iterable[tuple[str, str]]  # the name of each, and a sentence
 WROTE = "wrote"
@@ -49,7 +49,7 @@ class FolderReport(CommandReport):
 
     def size_and_time(self) -> str:
         """The size of the tensors and the time that they took."""
-        return f"{size_text(self.nbytes)} in {self.seconds:.1f} s{compile_text(self.compile_seconds)}"
+        return f"{size_text(self.nbytes)} in {took_text(self.seconds, self.compile_seconds)}"
 
 
 def save_report(path: Path, record: Mapping[str, Any]) -> None:

@@ -14,7 +14,7 @@ from bridge.cli import main
 from bridge.system.kernels import compiling
 from bridge.system.progress import Bar, say
 from bridge.system.status_line import LINE, StatusLine, clock_text
-from bridge.system.text import tell
+from bridge.system.text import tell, took_text
 from tests.conftest import CHECKPOINT, posix
 from tests.support.terminal import Terminal as Process
 from tests.support.terminal import needs_terminal
@@ -214,6 +214,11 @@ def test_a_fork_shows_nothing_and_waits_for_nobody(monkeypatch) -> None:
 def test_a_clock_is_told_in_one_form() -> None:
     said = {0: "0 s", 59.9: "59 s", 61: "1 min 1 s", 3599: "59 min 59 s", 3661: "1 h 1 min", 90000: "25 h 0 min"}
     assert {seconds: clock_text(seconds) for seconds in said} == said
+
+
+def test_what_work_took_is_told_in_the_same_form() -> None:
+    assert took_text(0.74, 0.2, " (3.9 MB/s)") == "0.7 s (3.9 MB/s)"
+    assert took_text(754, 65.3) == "12 min 34 s, and 1 min 5 s to compile kernels, once on this machine"
 
 
 @pytest.mark.parametrize(

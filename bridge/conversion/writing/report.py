@@ -16,7 +16,7 @@ from bridge.blocks.tensor_types import FLOAT_TYPES
 from bridge.encode.limits import FLOAT_LIMIT, REQUANTIZED_LIMIT
 from bridge.errors import parameter
 from bridge.system.report import WROTE, CommandReport, save_report
-from bridge.system.text import align, compile_text, percent, size_text
+from bridge.system.text import align, percent, size_text, took_text
 
 if TYPE_CHECKING:
     from bridge.encode.carrying.carry import Fidelity
@@ -133,7 +133,7 @@ _LOST = 0.9  # NMSE: more than any type's rounding costs
 
 @dataclass
 class Report(CommandReport):
-    """The whole file. `seconds` is all of the time that it took, `compile_seconds` what of it went into kernels."""
+    """The whole file. `seconds` is the time that it took, `compile_seconds` what of it went into kernels."""
 
     checkpoint: str
     checkpoint_format: str
@@ -226,7 +226,7 @@ class Report(CommandReport):
             return sizes
         seconds = max(self.seconds - self.compile_seconds, 1e-9)
         speed = size_text(self.source_bytes / seconds)
-        return f"{sizes} in {seconds:.1f} s ({speed}/s){compile_text(self.compile_seconds)}"
+        return f"{sizes} in {took_text(seconds, self.compile_seconds, f' ({speed}/s)')}"
 
 
 def _total(tensors: Iterable[TensorReport]) -> Fidelity | None:
