@@ -33,6 +33,7 @@ from bridge.errors import BridgeError, parameter
 from bridge.system.options import checked
 from bridge.system.progress import Progress
 from bridge.system.storage.files import expanded, read_json
+from bridge.system.text import size_text
 from bridge.trellis.layer import TrellisLayer
 
 __all__ = ["Checkpoint", "CodedTensor", "GroupedTensor", "ModuleInfo", "QuantConfig", "TensorInfo", "open_checkpoint"]
@@ -107,6 +108,10 @@ class Checkpoint:
             parts = ", ".join(sorted(left_out))
             self.notes.append(f"scales of activations and of the key-value cache are not needed: {parts} left out")
         self.notes += [f"{name}: integer tensor of unknown purpose; skipped" for name in unknown]
+
+    def __repr__(self) -> str:
+        counts = f"{len(self.modules)} modules, {len(self.tensors)} other tensors"
+        return f"{type(self).__name__}({str(self.path)!r}, {self.format}, {counts}, {size_text(self.nbytes)})"
 
     def _unlabelled(self, info: TensorInfo) -> BridgeError:
         if self.reader:

@@ -16,7 +16,7 @@ WROTE = "wrote"
 _START = b'{\n "checkpoint": '  # of a report's file
 
 
-@dataclass
+@dataclass(repr=False)
 class CommandReport:
     """What a command made; the classes that derive from it tell how."""
 
@@ -28,6 +28,14 @@ class CommandReport:
     home: Path | None = None  # the source's folder, with config.json and README.md
     blocks: list[dict[str, Any]] = field(default_factory=list)  # that were calibrated, see `quantize.block_log`
 
+    def __repr__(self) -> str:
+        outputs = ", ".join(repr(str(path)) for path in self.outputs) or "nothing written"
+        return f"{type(self).__name__}({outputs}, {self._about()})"
+
+    def _about(self) -> str:
+        """What it is a report on, in a few words."""
+        raise NotImplementedError
+
     def printed(self, lines: Iterable[str], facts: Facts = (), size: str | None = None, done: str = WROTE) -> str:
         """The text for the terminal: lines about the content, facts, notes, a line with the size, and the outputs with
         what was `done`."""
@@ -35,12 +43,15 @@ class CommandReport:
         return "\n".join([*about, *filter(None, [size]), *(f"{done} {path}" for path in self.outputs)])
 
 
-@dataclass
+@dataclass(repr=False)
 class FolderReport(CommandReport):
     """A written checkpoint folder. `seconds` leaves out `compile_seconds`; `nbytes` is the size of the new tensors."""
 
     format: str
     nbytes: int
+
+    def _about(self) -> str:
+        return f"{self.format}, {size_text(self.nbytes)}"
 
     @property
     def out(self) -> Path:

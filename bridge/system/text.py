@@ -61,7 +61,7 @@ def size_text(n: float) -> str:
 
 
 def took_text(seconds: float, compiling: float, speed: str = "") -> str:
-    """The time that work took with its speed, and, unless it is short, that of compiling kernels, which it leaves out."""
+    """The time that work took with its speed, and, unless it is short, that of compiling kernels, left out there."""
     once = f", and {_took(compiling)} to compile kernels, once on this machine" if compiling >= 0.5 else ""
     return f"{_took(seconds)}{speed}{once}"
 

@@ -1,7 +1,9 @@
 """`gguf-bridge serve`: a model behind OpenAI's HTTP interface, and a page to chat with it."""
 
 import argparse
+import asyncio
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +63,9 @@ def run(a: argparse.Namespace) -> int:
     check_integer("waiting", a.waiting, 0, 100_000)
     check_integer("body", a.body, 1, 1024)
     check_integer("grace", a.grace, 0, 86_400)
+    with suppress(RuntimeError):  # there is none
+        asyncio.get_running_loop()
+        raise BridgeError("serve answers until it is stopped, which a notebook's cell cannot; run it in a terminal")
     sampling = given(a, Sampling)
     Sampling(**sampling)
     if a.device == "auto":
