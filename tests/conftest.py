@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 pytest_plugins = ["tests.support.proofs"]
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"  # torch's threads; each worker has a core, and spinning for two costs both
+os.environ["BRIDGE_PROGRESS"] = "0"  # standard error does not depend on how long a test takes
 gc.set_threshold(10_000, 20, 20)  # a worker has a million objects of tests and compilers that stay: fewer searches
 
 CHECKPOINT = ROOT / "tests" / "data" / "qwen3-gptq-4bit-g128-sym"  # the project's own

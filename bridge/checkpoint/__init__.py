@@ -31,7 +31,9 @@ from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.checkpoint.labels.unlabelled import recognise
 from bridge.errors import BridgeError, parameter
 from bridge.system.options import checked
+from bridge.system.progress import Progress
 from bridge.system.storage.files import expanded, read_json
+from bridge.system.text import size_text
 from bridge.trellis.layer import TrellisLayer
 
 __all__ = ["Checkpoint", "CodedTensor", "GroupedTensor", "ModuleInfo", "QuantConfig", "TensorInfo", "open_checkpoint"]
@@ -107,6 +109,10 @@ class Checkpoint:
             self.notes.append(f"scales of activations and of the key-value cache are not needed: {parts} left out")
         self.notes += [f"{name}: integer tensor of unknown purpose; skipped" for name in unknown]
 
+    def __repr__(self) -> str:
+        counts = f"{len(self.modules)} modules, {len(self.tensors)} other tensors"
+        return f"{type(self).__name__}({str(self.path)!r}, {self.format}, {counts}, {size_text(self.nbytes)})"
+
     def _unlabelled(self, info: TensorInfo) -> BridgeError:
         if self.reader:
             return BridgeError(f"{info.file}: {info.name} is {info.dtype} without a scale; is the checkpoint complete?")
@@ -115,10 +121,12 @@ class Checkpoint:
             "and there is no quantize_config.json; add the one that came with the model"
         )
 
-    def find_lattices(self) -> dict[str, Lattice]:
-        """The hidden grids of float matrices, by module."""
+    def find_lattices(self, progress: Progress | None = None) -> dict[str, Lattice]:
+        """The hidden grids of float matrices, by module. `progress`: called with the tensors done, of how many."""
         lattices = {}
-        for name, info in self.tensors.items():
+        for done, (name, info) in enumerate(self.tensors.items()):
+            if progress:
+                progress(done, len(self.tensors), name)
             if name.endswith(".weight") and name not in self._floats and (grid := find_lattice(self.store, info)):
                 lattices[name.removesuffix(".weight")] = grid
         return lattices

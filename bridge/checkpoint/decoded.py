@@ -10,7 +10,7 @@ from bridge.checkpoint.grouped import CodedTensor
 _ROUNDED = 0.86  # see `rounding_distortion`
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class DecodedTensor(CodedTensor):
     """A linear layer's weight as floats, without groups.
 

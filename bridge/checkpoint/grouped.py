@@ -29,6 +29,9 @@ class CodedTensor:
     bias: np.ndarray | None
     notes: tuple[str, ...]
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r}, {self.bits} bits, {list(self.shape)})"
+
     @property
     def obstacle(self) -> str | None:
         """Why no block type can carry these codes; None if some can."""
@@ -105,7 +108,7 @@ class CodedTensor:
         return replace(self, bias=None if self.bias is None else self.bias[:out], **cut)  # type: ignore[type-var]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class GroupedTensor(CodedTensor):
     """A linear layer's weight as integer codes, with one scale and one zero point per row and group.
 

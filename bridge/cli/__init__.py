@@ -14,6 +14,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 
+from bridge.system.progress import say
+from bridge.system.status_line import LINE
+
 
 def main(argv: Sequence[str] | None = None, spread: Any = None) -> int:
     """Run the program; returns the exit code: 0, 1 (verify found a tensor beyond its threshold), 2 (error), or 128 and
@@ -24,13 +27,15 @@ def main(argv: Sequence[str] | None = None, spread: Any = None) -> int:
     os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "20")  # numpy's threads spin for 0.1 s of a start otherwise
     gc.set_threshold(100_000, 20, 20)  # a vocabulary's strings are no circles
     words = sys.argv[1:] if argv is None else argv
-    try:
-        from bridge.cli.program import import_command, run_program
+    with LINE.running():
+        try:
+            say(f"{words[0]}: starting" if words else "")
+            from bridge.cli.program import import_command, run_program
 
-        import_command(words)
-    finally:
-        signal.signal(signal.SIGINT, interrupt)
-    return run_program(words, spread)
+            import_command(words)
+        finally:
+            signal.signal(signal.SIGINT, interrupt)
+        return run_program(words, spread)
 
 
 def entry_point() -> NoReturn:
@@ -55,5 +60,5 @@ def entry_point() -> NoReturn:
 
 def _leave(number: int, frame: Any) -> None:
     with suppress(OSError):  # closed
-        os.write(2, b"stopped\n")
+        os.write(2, f"{LINE.erasing()}stopped\n".encode())
     os._exit(128 + number)

@@ -16,10 +16,9 @@ from typing import Any, NoReturn
 
 from bridge.cli.commands import COMMANDS
 from bridge.cli.options import as_flag
-from bridge.cli.use.terminal import Printable, StatusLine, Terminated
+from bridge.cli.use.terminal import Printable, Terminated
 from bridge.errors import BridgeError, BridgeWarning, shortened, spelled
 from bridge.system.cpu.row_threads import sleep_when_idle
-from bridge.system.kernels.compiling import reporting_to
 from bridge.system.text import meant, tell
 
 _DESCRIPTION = """\
@@ -58,7 +57,6 @@ def run_program(argv: Sequence[str], spread: Any = None) -> int:
             warnings.catch_warnings(),
             spelled(as_flag),
             redirect_stdout(Printable(sys.stdout)),
-            reporting_to(StatusLine().compiling),
         ):
             if not debug:
                 warnings.simplefilter("ignore")  # the libraries' own, such as torch's on odd pickles

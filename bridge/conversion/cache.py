@@ -39,7 +39,7 @@ from bridge.system.storage.cache import cache_folder, owned
 from bridge.system.storage.files import files_below, read_json, write_text
 from bridge.system.storage.folder_locks import lock_shared, remove_if_unlocked
 from bridge.system.storage.kernel_cache import digest
-from bridge.system.text import compile_text, percent, size_text, tell
+from bridge.system.text import percent, size_text, tell, took_text
 
 try:
     import fcntl
@@ -116,7 +116,7 @@ def _convert(home: Path, path: Path, config: str | Path | None, progress: Progre
     report = convert(home, path, config=config, progress=progress, force=True, mmproj_type="none")
     total = report.total()
     codes_note = f"{percent(total.kept / total.weights, 4)} of its codes kept, " if total else ""
-    took = f"{report.seconds - report.compile_seconds:.1f} s{compile_text(report.compile_seconds)}"
+    took = took_text(report.seconds - report.compile_seconds, report.compile_seconds)
     tell(f"{codes_note}{size_text(report.output_bytes)} in {took}")
 
 

@@ -5,7 +5,6 @@ plan allows), the type is chosen again on all rows before the tensor is written.
 size budget, are not chosen again; the report tells where they do not hold.
 """
 
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -81,7 +80,7 @@ def convert_as(
     save_as: Path | None = None,
 ) -> Report:
     """`convert` with its options in one object; `save_as`: where the caller will save the Report, checked first."""
-    started, compiled = time.perf_counter(), compiling.seconds()
+    started, compiled = compiling.clock(), compiling.seconds()
     given_plan: Plan | None = None
     if options.plan is not None:
         given_plan, planned_of = load_plan(Path(options.plan))
@@ -145,7 +144,7 @@ def convert_as(
             planner = replace(planner, calibration=None)  # what is chosen again has no layer
             notes += more
             if calibration.blocks is not None:
-                seconds = time.perf_counter() - started
+                seconds = compiling.clock() - started
                 return Report([], seconds, str(checkpoint), ckpt.format, [], ckpt.nbytes, notes=notes, home=ckpt.home)
         executor = Executor(planner.reader, importance, layers.layers if layers else {}, options.threads)
         chooses = given_plan is None and options.budget is None
@@ -170,7 +169,8 @@ def convert_as(
         notes += [note for t in results if (note := _beyond_plan(planned[t.name], t))]
     promised = chooses and options.promises_closeness
     notes += [note for t in results if (note := far_off(t, promised))]
-    seconds, compiled = time.perf_counter() - started, compiling.seconds() - compiled
+    compiled = compiling.seconds() - compiled
+    seconds = compiling.clock() - started + compiled
     blocks = layers.blocks if layers else []
     return Report(
         files, seconds, str(checkpoint), ckpt.format, [*results, *seen], ckpt.nbytes,

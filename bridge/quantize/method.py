@@ -5,7 +5,7 @@ gptq(module, batches, bits=4, group_size=128)
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -39,9 +39,9 @@ class Quantized:
     """A layer's codes on its grid, columns in the grid's layout."""
 
     name: str
-    grid: GroupGrid | SuperblockGrid | PlainGrid | CodebookGrid
-    codes: np.ndarray  # int16 [rows, columns]
-    layout: np.ndarray | None  # int [columns], the columns in the grid's order; None: unchanged
+    grid: GroupGrid | SuperblockGrid | PlainGrid | CodebookGrid = field(repr=False)
+    codes: np.ndarray = field(repr=False)  # int16 [rows, columns]
+    layout: np.ndarray | None = field(repr=False)  # int [columns], the columns in the grid's order; None: unchanged
     error: float  # tr(E H E^T) / tr(W H W^T), of a sample of rows
     damping: float  # infinity: no damping was enough, rounded to nearest
     seconds: float

@@ -170,6 +170,12 @@ class Model:
         return int(self._decoder.vocab)
 
     @property
+    def prompt_read(self) -> tuple[int, int]:
+        """How many tokens of the last prompt are read, or were kept, and how many it has."""
+        count = self.timing.prompt_tokens
+        return min(len(self._decoder.read), count), count
+
+    @property
     def chat_template(self) -> str | None:
         """The file's own chat template, in jinja."""
         return self._template.text

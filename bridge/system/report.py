@@ -9,14 +9,14 @@ from typing import Any
 from bridge.errors import BridgeError
 from bridge.system.storage.files import write_text
 from bridge.system.storage.outputs import NOTHING, ProtectedPaths, check_outputs
-from bridge.system.text import compile_text, note_lines, size_text
+from bridge.system.text import note_lines, size_text, took_text
 
 Facts = Iterable[tuple[str, str]]  # the name of each, and a sentence
 WROTE = "wrote"
 _START = b'{\n "checkpoint": '  # of a report's file
 
 
-@dataclass
+@dataclass(repr=False)
 class CommandReport:
     """What a command made; the classes that derive from it tell how."""
 
@@ -28,6 +28,14 @@ class CommandReport:
     home: Path | None = None  # the source's folder, with config.json and README.md
     blocks: list[dict[str, Any]] = field(default_factory=list)  # that were calibrated, see `quantize.block_log`
 
+    def __repr__(self) -> str:
+        outputs = ", ".join(repr(str(path)) for path in self.outputs) or "nothing written"
+        return f"{type(self).__name__}({outputs}, {self._about()})"
+
+    def _about(self) -> str:
+        """What it is a report on, in a few words."""
+        raise NotImplementedError
+
     def printed(self, lines: Iterable[str], facts: Facts = (), size: str | None = None, done: str = WROTE) -> str:
         """The text for the terminal: lines about the content, facts, notes, a line with the size, and the outputs with
         what was `done`."""
@@ -35,12 +43,15 @@ class CommandReport:
         return "\n".join([*about, *filter(None, [size]), *(f"{done} {path}" for path in self.outputs)])
 
 
-@dataclass
+@dataclass(repr=False)
 class FolderReport(CommandReport):
     """A written checkpoint folder. `seconds` leaves out `compile_seconds`; `nbytes` is the size of the new tensors."""
 
     format: str
     nbytes: int
+
+    def _about(self) -> str:
+        return f"{self.format}, {size_text(self.nbytes)}"
 
     @property
     def out(self) -> Path:
@@ -49,7 +60,7 @@ class FolderReport(CommandReport):
 
     def size_and_time(self) -> str:
         """The size of the tensors and the time that they took."""
-        return f"{size_text(self.nbytes)} in {self.seconds:.1f} s{compile_text(self.compile_seconds)}"
+        return f"{size_text(self.nbytes)} in {took_text(self.seconds, self.compile_seconds)}"
 
 
 def save_report(path: Path, record: Mapping[str, Any]) -> None:

@@ -5,10 +5,10 @@ them instead. Standard output passes through it as a whole (`cli/use/terminal.py
 """
 
 import re
-import sys
 from collections.abc import Iterable, Sequence
 
 from bridge.errors import BridgeError, shortened
+from bridge.system.status_line import LINE, clock_text
 
 _CONTROLS = [*range(0x20), *range(0x7F, 0xA0), 0x61C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)]
 _SHOWN = {c: f"\\x{c:02x}" if c < 256 else f"\\u{c:04x}" for c in _CONTROLS if chr(c) not in "\n\t"}
@@ -21,7 +21,7 @@ def printable(text: str) -> str:
 
 def tell(text: str) -> None:
     """Print a line for people on standard error."""
-    print(printable(text), file=sys.stderr)
+    LINE.print_above(printable(text))
 
 
 def note_lines(notes: Iterable[str], label: str = "note: ") -> list[str]:
@@ -90,9 +90,14 @@ def size_text(n: float) -> str:
     return f"{n / 1e9:.2f} GB" if n >= 1e9 else f"{n / 1e6:.1f} MB"
 
 
-def compile_text(seconds: float) -> str:
-    """What follows a time that leaves out these seconds, which compiling kernels took; nothing where they are few."""
-    return f", and {seconds:.1f} s to compile kernels, once on this machine" if seconds >= 0.5 else ""
+def took_text(seconds: float, compiling: float, speed: str = "") -> str:
+    """The time that work took with its speed, and, unless it is short, that of compiling kernels, left out there."""
+    once = f", and {_took(compiling)} to compile kernels, once on this machine" if compiling >= 0.5 else ""
+    return f"{_took(seconds)}{speed}{once}"
+
+
+def _took(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 60 else clock_text(seconds)
 
 
 def duration_text(seconds: float) -> str:

@@ -43,7 +43,7 @@ if [ ! -e "$folder/.wheels" ]; then
         --implementation cp --platform manylinux_2_28_aarch64 --platform manylinux_2_27_aarch64 \
         --platform manylinux_2_17_aarch64 --platform manylinux2014_aarch64 \
         -c constraints.txt "gguf>=0.18" "huggingface_hub>=0.30" "jinja2>=3.1.6" "numba>=0.62" "numpy>=1.26" \
-        "safetensors>=0.5" "tokenizers>=0.20" "tqdm>=4.70" "pytest>=8" "hypothesis>=6" "psutil>=5" "xllamacpp>=2026.9"
+        "safetensors>=0.5" "tokenizers>=0.20" "pytest>=8" "hypothesis>=6" "psutil>=5" "xllamacpp>=2026.9"
     touch "$folder/.wheels"
 fi
 echo "$folder"

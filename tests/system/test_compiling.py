@@ -1,8 +1,7 @@
 """Compiling kernels: what it takes is measured and said, speeds leave it out, and its results are shared."""
 
-import io
-import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -11,27 +10,19 @@ import bridge
 from bridge.blocks.read import READ
 from bridge.cli import main
 from bridge.cli.use.run import without_pauses
-from bridge.cli.use.terminal import StatusLine
 from bridge.system.kernels import compiling
 from bridge.system.kernels.jit import inner
 from tests.conftest import ROOT
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
 def test_the_clock_stands_still_while_a_kernel_is_compiled() -> None:
     function = inner(lambda x: x + 1)
-    told = []
     started, clock, spent, steps = time.perf_counter(), compiling.clock(), compiling.seconds(), compiling.steps()
-    with compiling.reporting_to(lambda far, more: told.append((far, more))):
-        function.compiled.compile("int64(int64)")
+    function.compiled.compile("int64(int64)")
     assert compiling.steps() > steps
     assert 0 < compiling.seconds() - spent <= time.perf_counter() - started
     assert compiling.clock() - clock < time.perf_counter() - started
-    assert told == [(f"{spent:.0f} s", True), ("", False)]
+    assert not compiling.active()
 
 
 def test_the_clock_stands_still_while_the_compiler_is_imported() -> None:
@@ -42,23 +33,17 @@ def test_the_clock_stands_still_while_the_compiler_is_imported() -> None:
     assert compiling.clock() - clock <= time.perf_counter() - started - 0.05
 
 
-def test_a_line_says_what_takes_time_and_goes_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stderr", stderr := Terminal())
-    monkeypatch.setenv("COLUMNS", "60")
-    line = StatusLine()
-    line.compiling("", False)
-    assert stderr.getvalue() == ""  # there is nothing to remove
-    line.say("reading the prompt")
-    line._drawn -= 1
-    line.compiling("7 of 23", True)
-    line.compiling("7 of 23", True)  # too soon
-    line.compiling("", False)
-    shown = [part.rstrip() for part in stderr.getvalue().split("\r") if part]
-    assert shown == ["reading the prompt", "compiling kernels for this CPU, once: 7 of 23", "reading the prompt"]
-    line.end()
-    assert stderr.getvalue().endswith("\r" + " " * 59 + "\r")
-    line.compiling("3 s", True)
-    assert stderr.getvalue().endswith("\r" + " " * 59 + "\r")
+def test_how_many_kernels_others_compile_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "_elsewhere", (0, 0))
+    counts = []
+    with compiling.kernels_elsewhere(3) as report:
+        report(2)
+        counts.append((compiling.active(), compiling.elsewhere()))
+    with suppress(KeyError), compiling.kernels_elsewhere(2):
+        counts.append((compiling.active(), compiling.elsewhere()))
+        raise KeyError  # those that are missing are not waited for
+    counts.append((compiling.active(), compiling.elsewhere()))
+    assert counts == [(True, (2, 3)), (True, (3, 5)), (False, (5, 5))]
 
 
 @pytest.mark.parametrize("compiles", [True, False])
@@ -74,7 +59,7 @@ def test_a_reply_begins_when_the_kernels_of_its_second_piece_are_compiled(compil
             yield piece
 
     shown = []
-    for piece in without_pauses(pieces()):
+    for piece in without_pauses(pieces(), None):
         shown.append((piece, "".join(made)))
     assert shown == [("a", "ab" if compiles else "a"), ("b", "ab"), ("c", "abc")]
 

@@ -44,17 +44,19 @@ def test_functions_are_compiled_by_other_processes_and_kept(fresh: Path, monkeyp
     monkeypatch.setattr(compile_ahead, "usable_cpus", lambda: 2)
     monkeypatch.setattr(compile_ahead, "_EACH", 1)
     functions = [renamed(decoder_ops.function(name)) for name in ("scale", "add")]
-    told: list[tuple[str, bool]] = []
+    told: list[tuple[int, int]] = []
+    keep = object_code.keep
     steps = compiling.steps()
 
     def refuse(*_: Any) -> bytes:
         raise AssertionError("compiled here")
 
-    with compiling.reporting_to(lambda far, more: told.append((far, more))):
-        compile_ahead.compile_all(functions)
+    monkeypatch.setattr(compiling, "_elsewhere", (0, 0))
+    monkeypatch.setattr(object_code, "keep", lambda *code: (told.append(compiling.elsewhere()), keep(*code)))
+    compile_ahead.compile_all(functions)
     assert compiling.steps() == steps + 2
-    assert [far for far, _ in told if "of" in far] == ["0 of 2", "1 of 2", "2 of 2"]
-    assert told[-1] == ("", False)
+    assert (0, 2) in told
+    assert compiling.elsewhere() == (2, 2)
     assert all(kernel_cache.has(object_code.cached_name(function)) for function in functions)
     assert object_code._compiled.keys() == {function.name for function in functions}
     monkeypatch.setattr(compiler, "object_code", refuse)

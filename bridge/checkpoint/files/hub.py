@@ -14,6 +14,7 @@ from typing import Any, Literal
 from bridge.checkpoint import Checkpoint, open_checkpoint
 from bridge.checkpoint.files.weight_files import WEIGHTS, checkpoint_files
 from bridge.errors import BridgeError, parameter
+from bridge.system.status_line import LINE
 from bridge.system.storage.files import (
     OLD_GGML,
     expanded,
@@ -269,6 +270,7 @@ def _fetched(name: str, revision: str | None, files: list[str], sizes: dict[str,
 
     new = [file for file in files if not isinstance(try_to_load_from_cache(name, file, revision=revision), str)]
     if new:  # huggingface_hub's own bars follow, in a terminal
+        LINE.hide()
         tell(f"downloading {name}: {len(new)} files, {size_text(sum(sizes.get(file, 0) for file in new))}")
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=files))

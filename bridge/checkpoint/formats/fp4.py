@@ -35,7 +35,7 @@ _KINDS = {"F8_E4M3": "NVFP4", "F8_E8M0": "MXFP4", "U8": "MXFP4"}  # by the dtype
 _SCALES = {"NVFP4": "F8_E4M3", "MXFP4": "F8_E8M0"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Fp4Tensor(CodedTensor):
     """A linear layer's weight as 4-bit floats.
 

@@ -5,7 +5,7 @@ A module holds codes (ModuleInfo, read as CodedTensor) or is a FloatWeight (8-bi
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -61,7 +61,7 @@ class ModuleInfo:
     group_size: int
     shape: tuple[int, int]
     nbytes: int
-    tensors: dict[str, TensorInfo]
+    tensors: dict[str, TensorInfo] = field(repr=False)
 
     @property
     def stores_g_idx(self) -> bool:

@@ -34,7 +34,7 @@ from bridge.system.storage.files import expanded
 FORMATS = ("gptq", "gptq_v2")
 
 
-@dataclass
+@dataclass(repr=False)
 class Repacked(FolderReport):
     """The result of `repack`; its format is gptq or gptq_v2."""
 

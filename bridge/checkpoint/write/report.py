@@ -7,7 +7,7 @@ from bridge.system.report import FolderReport, save_report
 from bridge.system.text import note_lines, percent, size_text
 
 
-@dataclass
+@dataclass(repr=False)
 class Written(FolderReport):
     """The report of a written checkpoint."""
 

@@ -10,7 +10,7 @@ from bridge.cli import options
 from bridge.cli.files.upload import Uploading, add_upload
 from bridge.conversion.planning.options import ConvertOptions
 from bridge.errors import BridgeError
-from bridge.system.progress import Bar
+from bridge.system.progress import Bar, say
 
 if TYPE_CHECKING:
     from bridge.conversion.writing.report import Report
@@ -52,9 +52,10 @@ def choices(a: argparse.Namespace) -> dict[str, Any]:
 
 
 def run(a: argparse.Namespace) -> int:
+    plan = getattr(a, "plan", None)
+    say(f"reading {a.checkpoint or plan}")
     from bridge.conversion.converter import convert_as
 
-    plan = getattr(a, "plan", None)
     if a.checkpoint is None and plan is None:
         raise BridgeError("give the checkpoint to convert, or --plan; see gguf-bridge convert --help")
     if plan is not None and a.out is None and str(a.checkpoint).endswith(".gguf"):
@@ -67,7 +68,7 @@ def write(a: argparse.Namespace, make: Callable[[dict[str, Any], Bar], "Report"]
     uploading = Uploading(a, a.checkpoint)
     with (
         Bar("measuring", unit=" steps") as steps,
-        Bar("quantizing", unit=" layers") as layers,
+        Bar("quantizing", unit=" layers", timed=False) as layers,
         Bar("converting") as bar,
     ):
         calibrate = options.calibration(a, layers, layers.say)

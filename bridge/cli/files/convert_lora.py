@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from bridge.cli.options import CHECKPOINT, command
+from bridge.system.progress import say
 
 _DESCRIPTION = """\
 Write a PEFT adapter (LoRA) as a GGUF for the file that convert makes of its base
@@ -26,6 +27,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(a: argparse.Namespace) -> int:
+    say(f"reading {a.adapter}")
     from bridge.conversion.lora import convert_lora
 
     changed = convert_lora(a.adapter, a.out, base=a.base, config=a.config, template=a.template, force=a.force)

@@ -30,20 +30,32 @@ from bridge.gguf_file.header import rotation_keys
 from bridge.gguf_file.reader import read_gguf
 from bridge.models.outline import number
 from bridge.models.tokenizer.gguf_tokenizer import read_chat_templates
+from bridge.system.progress import Progress
 from bridge.system.storage.files import read_json, refuse_pointer
 from bridge.system.text import align, meant, note_lines, size_text
 
 
-def describe(path: str | Path, config: str | Path | None = None, template: str | Path | None = None) -> str:
+def describe(
+    path: str | Path, config: str | Path | None = None, template: str | Path | None = None,
+    progress: Progress | None = None,
+) -> str:  # fmt: skip
     """A few lines of what `facts_of` finds."""
-    facts = facts_of(path, config, template)
+    facts = facts_of(path, config, template, progress)
     lines = _gguf_lines(facts) if facts["kind"] == "gguf" else _checkpoint_lines(facts)
     return "\n".join(map(shortened, lines))
 
 
-def facts_of(path: str | Path, config: str | Path | None = None, template: str | Path | None = None) -> dict[str, Any]:
-    """What a checkpoint folder, a Hub id, a .pt or a GGUF file holds, by the keys of `inspect --json`; `config` and
-    `template` as for `convert`. Raises BridgeError."""
+def facts_of(
+    path: str | Path, config: str | Path | None = None, template: str | Path | None = None,
+    progress: Progress | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """What a checkpoint folder, a Hub id, a .pt or a GGUF file holds, by the keys of `inspect --json`.
+
+    config, template  as for `convert`
+    progress          called with the tensors of floats that were searched for codes, of how many, and the last's name
+
+    Raises BridgeError.
+    """
     if kind_of(path, config) == "part":
         refuse_pointer(Path(path))
         raise BridgeError(f"{path}: is one file of a checkpoint; give the folder that it is in")
@@ -54,10 +66,10 @@ def facts_of(path: str | Path, config: str | Path | None = None, template: str |
                 raise BridgeError(f"{path}: is a GGUF; {parameter(name)} is for checkpoints")
         return _gguf_facts(home)
     with open_checkpoint(home, config, needs_config=template is None) as ckpt:
-        return _checkpoint_facts(ckpt, template)
+        return _checkpoint_facts(ckpt, template, progress)
 
 
-def _checkpoint_facts(ckpt: Checkpoint, template: str | Path | None) -> dict[str, Any]:
+def _checkpoint_facts(ckpt: Checkpoint, template: str | Path | None, progress: Progress | None) -> dict[str, Any]:
     scattered = sum(ckpt.group_order(name) is not None for name in ckpt.modules)
     facts: dict[str, Any] = {
         "kind": "checkpoint", "path": str(ckpt.path), "files": len(ckpt.files), "bytes": ckpt.nbytes,
@@ -73,7 +85,7 @@ def _checkpoint_facts(ckpt: Checkpoint, template: str | Path | None) -> dict[str
     except BridgeError as problem:
         return {**facts, "stops": str(problem)}
     differences = [*_claims(ckpt, plan, scattered), *notes]
-    grids = {} if ckpt.modules else ckpt.find_lattices()
+    grids = {} if ckpt.modules else ckpt.find_lattices(progress)
     hidden = lattice_notes(grids, "--detect-lattice carries their codes")
     return {
         **facts,

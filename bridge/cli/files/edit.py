@@ -6,6 +6,7 @@ from typing import Any
 
 from bridge.cli.options import command
 from bridge.system.options import entry
+from bridge.system.progress import say
 
 _DESCRIPTION = """\
 Change keys of a GGUF's metadata, its chat template, and the names of keys and tensors;
@@ -34,6 +35,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(a: argparse.Namespace) -> int:
+    say(f"reading {a.model}")
     from bridge.conversion.edit import edit
 
     done = edit(

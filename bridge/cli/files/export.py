@@ -7,6 +7,7 @@ from typing import Any
 from bridge.checkpoint.formats.registry import FORMATS, in_words
 from bridge.cli.options import add_calibration, calibration, command
 from bridge.encode.limits import REQUANTIZED_LIMIT
+from bridge.system.progress import Bar, say
 
 _DESCRIPTION = """\
 Write a GGUF as a checkpoint folder, with rows and names as transformers has them. Types
@@ -45,10 +46,10 @@ def add_parser(commands: Any) -> None:
 
 
 def run(a: argparse.Namespace) -> int:
+    say(f"reading {a.model}")
     from bridge.conversion.checkpoints.export import export
-    from bridge.system.progress import Bar
 
-    with Bar("quantizing", unit=" layers") as layers, Bar("exporting") as bar:
+    with Bar("quantizing", unit=" layers", timed=False) as layers, Bar("exporting") as bar:
         done = export(
             a.model, a.out, a.format, bits=a.bits, config=a.config, dtype=a.dtype,
             calibrate=calibration(a, layers, layers.say), force=a.force, progress=bar,

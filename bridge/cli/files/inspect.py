@@ -9,6 +9,7 @@ from bridge.cli.json_output import add_json, print_json
 from bridge.cli.options import command
 from bridge.cli.use.terminal import generated
 from bridge.errors import BridgeError
+from bridge.system.progress import Bar, say
 
 
 def add_parser(commands: Any) -> None:
@@ -27,8 +28,6 @@ def add_parser(commands: Any) -> None:
 
 
 def run(a: argparse.Namespace) -> int:
-    from bridge.cli.files import describe
-
     for name in ("metadata", "template"):
         if a.path is None and getattr(a, name):  # `inspect --template model.gguf`
             a.path = getattr(a, name)
@@ -37,6 +36,9 @@ def run(a: argparse.Namespace) -> int:
         raise BridgeError("give the checkpoint or GGUF to describe; see gguf-bridge inspect --help")
     if a.metadata is not None and a.template is not None:
         raise BridgeError("--metadata and --template print different things; give one")
+    say(f"reading {a.path}")
+    from bridge.cli.files import describe
+
     if a.metadata is not None:
         found = describe.gguf_metadata(a.path, a.metadata)
         if a.json:
@@ -50,6 +52,7 @@ def run(a: argparse.Namespace) -> int:
         text = describe.chat_template(a.path, a.config)
         print_json({"chat_template": text}) if a.json else print(text, file=generated())
     else:
-        asked = a.path, a.config, a.template
-        print_json(describe.facts_of(*asked)) if a.json else print(describe.describe(*asked))
+        with Bar("looking for codes", unit=" tensors") as bar:
+            asked = a.path, a.config, a.template, bar
+            print_json(describe.facts_of(*asked)) if a.json else print(describe.describe(*asked))
     return 0

@@ -9,7 +9,7 @@ from bridge.cli.json_output import add_json, print_json
 from bridge.cli.options import SOURCE, add_no_mmproj, add_options, calibration, command
 from bridge.conversion.planning.options import PlanOptions
 from bridge.quantize.settings import Calibration
-from bridge.system.progress import Bar
+from bridge.system.progress import Bar, say
 
 
 def add_parser(commands: Any) -> None:
@@ -27,6 +27,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(a: argparse.Namespace) -> int:
+    say(f"reading {a.checkpoint}")
     from bridge.cli.files.describe import plan_record, plan_table
     from bridge.conversion.converter import plan_as
 

@@ -10,7 +10,7 @@ from bridge.cli.files.upload import Uploading, add_upload
 from bridge.conversion.planning.options import ConvertOptions
 from bridge.errors import BridgeError
 from bridge.quantize.text.sources import DEFAULT
-from bridge.system.progress import Bar
+from bridge.system.progress import Bar, say
 
 _GROUPS = ("bits", "group_size", "asymmetric", "clamp")  # of a checkpoint
 
@@ -69,6 +69,7 @@ def run(a: argparse.Namespace) -> int:
     of_gguf = options.given(a, ConvertOptions).keys() - {"config", "force"}
     if of_gguf:
         raise BridgeError(f"{options.as_flag(min(of_gguf))} is for a GGUF; leave it out with --format {a.format}")
+    say(f"reading {a.checkpoint}")
     from bridge.conversion.checkpoints.to_checkpoint import quantize_checkpoint
 
     if a.report:
@@ -76,7 +77,7 @@ def run(a: argparse.Namespace) -> int:
 
         check_report(a.report)
     uploading = Uploading(a, a.checkpoint, a.out)
-    with Bar("quantizing", unit=" layers") as layers, Bar("writing") as bar:
+    with Bar("quantizing", unit=" layers", timed=False) as layers, Bar("writing") as bar:
         settings = options.calibration(a, layers, layers.say)
         assert settings is not None
         done = quantize_checkpoint(

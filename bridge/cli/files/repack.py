@@ -6,6 +6,7 @@ from typing import Any
 
 from bridge.cli.files.upload import Uploading, add_upload
 from bridge.cli.options import command
+from bridge.system.progress import Bar, say
 
 _DESCRIPTION = """\
 Rewrite a GPTQ checkpoint with its zero points stored as v1 or v2 and its labels
@@ -35,8 +36,8 @@ def add_parser(commands: Any) -> None:
 
 
 def run(a: argparse.Namespace) -> int:
+    say(f"reading {a.source}")
     from bridge.checkpoint.repack import repack
-    from bridge.system.progress import Bar
 
     uploading = Uploading(a, a.source, a.out)
     with Bar("repacking") as bar:

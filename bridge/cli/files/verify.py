@@ -8,7 +8,7 @@ from bridge.cli.json_output import add_json, print_json
 from bridge.cli.options import SOURCE, add_options, add_report, command
 from bridge.conversion.planning.options import PlanOptions
 from bridge.encode.limits import FLOAT_LIMIT, REQUANTIZED_LIMIT
-from bridge.system.progress import Bar
+from bridge.system.progress import Bar, say
 
 
 def add_parser(commands: Any) -> None:
@@ -43,6 +43,7 @@ def add_parser(commands: Any) -> None:
 
 def run(a: argparse.Namespace) -> int:
     """Verify, with a progress bar, and print the report; 1 where a tensor is beyond a threshold."""
+    say(f"reading {a.checkpoint}")
     from bridge.conversion.writing.verify import failures, verify
 
     with Bar("verifying") as bar:

@@ -19,10 +19,12 @@ def add_parser(commands: Any) -> None:
 
 
 def run(a: argparse.Namespace) -> int:
+    from bridge.system.progress import Bar, say
+
+    say(f"reading {a.what}")
     from bridge.checkpoint.files.hub import kind_of, resolve_gguf
     from bridge.runtime import set_numa
     from bridge.runtime.bench import bench
-    from bridge.system.progress import Bar
 
     if a.numa is not None:
         set_numa(a.numa)

@@ -13,6 +13,7 @@ from typing import Any
 from bridge.cli.use import run
 from bridge.cli.use.terminal import Terminated, generated
 from bridge.errors import BridgeError
+from bridge.system.status_line import LINE
 from bridge.system.storage.files import write_text
 from bridge.system.storage.outputs import check_outputs
 from bridge.system.text import tell
@@ -65,7 +66,7 @@ def chat(a: argparse.Namespace) -> int:
                 if not command(talk, word[0], line[word.end() :].strip()):
                     break
                 continue
-            for piece in run.without_pauses(talk.reply(line, **options)):
+            for piece in run.without_pauses(talk.reply(line, **options), model):
                 print(piece, end="", flush=True, file=generated())
         except Terminated:
             raise
@@ -165,6 +166,7 @@ def lines() -> Iterator[str]:
             readline.parse_and_bind("set enable-bracketed-paste on")
     held, stopped = "", False
     while True:
+        LINE.hide()
         try:
             line = input(("... " if held else "> ") if asks else "")
         except EOFError:

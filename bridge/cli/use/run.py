@@ -9,16 +9,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from bridge.cli.json_output import add_json, print_json
 from bridge.cli.options import Once, add_numa, add_options, as_flag, command, further, given
-from bridge.cli.use.terminal import StatusLine, generated
+from bridge.cli.use.terminal import generated
 from bridge.errors import BridgeError
 from bridge.gguf_file.reader import LOADS
 from bridge.runtime.sampling import Sampling
 from bridge.system.kernels import compiling
-from bridge.system.progress import Bar
+from bridge.system.progress import Bar, say
 from bridge.system.storage.files import read_text
 from bridge.system.text import tell
 
@@ -27,6 +27,7 @@ Answer a prompt with a GGUF or a checkpoint, or without one chat. Words after th
 the command, are a message to the model where it has a chat template, and otherwise a text to continue; --prompt is
 always a text to continue, unless with --chat.
 """
+Piece = TypeVar("Piece")
 
 
 def add_parser(commands: Any) -> None:
@@ -75,6 +76,7 @@ def gguf_of(a: argparse.Namespace, messages: Sequence[dict[str, str]] | None = N
     """The GGUF that the command was given, or one of its checkpoint, whose chat template must accept `messages`."""
     from bridge.conversion.model import gguf_of as converted
 
+    say(f"loading {a.model}")
     with Bar("converting") as bar:
         return converted(a.model, a.config, bar, messages)
 
@@ -200,6 +202,7 @@ def add_loading(parser: argparse.ArgumentParser) -> None:
 
 
 def load(a: argparse.Namespace, path: str | Path, context: int | None, lora: Path | None = None) -> Any:
+    say(f"loading {path}")
     from bridge.runtime.model import Model
 
     if not str(path).endswith(".gguf"):  # a name on the Hub, or Ollama's of a file; the import takes time
@@ -261,10 +264,10 @@ def run(a: argparse.Namespace, text: str) -> int:
     if chats:
         prompt = model.chat_tokens(messages, {**without_thinking(a, model.chat_template), **options})
     if a.logprobs is not None:
-        for token in model.generate_scored(prompt, logprobs=a.logprobs, **reply_options(a)):
+        for token in without_pauses(model.generate_scored(prompt, logprobs=a.logprobs, **reply_options(a)), model):
             print(_scored_line(model, token), flush=True, file=generated())
     else:
-        pieces = without_pauses(model.generate(prompt, **reply_options(a)))
+        pieces = without_pauses(model.generate(prompt, **reply_options(a)), model)
         first = next(pieces, "")
         try:
             print(first if chats else text + first, end="", flush=True, file=generated())
@@ -285,23 +288,18 @@ def tell_full_context(a: argparse.Namespace, model: Any) -> None:
         tell(f"the reply ends here because the context is full: {model.context} tokens{more}")
 
 
-def without_pauses(pieces: Iterator[str]) -> Iterator[str]:
-    """The pieces of a reply, with a line on the terminal until the first comes.
+def without_pauses(pieces: Iterator[Piece], model: Any) -> Iterator[Piece]:
+    """The pieces of a model's reply; until the first comes, a line says how much of the prompt is read.
 
     Where kernels are compiled for it, it waits until those of the second are, too.
     """
-    line = StatusLine()
     before = compiling.steps()
-    with compiling.reporting_to(line.compiling):
-        line.say("reading the prompt")
-        try:
-            ready = list(islice(pieces, 1))
-            if compiling.steps() > before:
-                ready += islice(pieces, 1)
-        finally:
-            line.end()
-        yield from ready
-        yield from pieces
+    with Bar("reading the prompt", unit=" tokens", follow=lambda: model.prompt_read):
+        ready = list(islice(pieces, 1))
+        if compiling.steps() > before:
+            ready += islice(pieces, 1)
+    yield from ready
+    yield from pieces
 
 
 def _scored_line(model: Any, token: Any) -> str:
@@ -340,6 +338,7 @@ def perplexity(a: argparse.Namespace) -> int:
     context = a.length if a.context is None else a.context
     model = load(a, a.gguf, context, a.lora)
     reference = load(a, a.reference, context) if a.reference else None
+    say(f"cutting {a.file} into tokens")
     with Bar("measuring", unit=" windows") as bar:
         total = measure.perplexity(model, text, a.length, a.windows, reference, bar)
     if a.json:

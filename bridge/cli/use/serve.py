@@ -1,7 +1,9 @@
 """`gguf-bridge serve`: a model behind OpenAI's and Ollama's HTTP interfaces, and a page to chat with it."""
 
 import argparse
+import asyncio
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ from bridge.runtime.replies.scoring import POOLINGS
 from bridge.runtime.sampling import NUMBERS, Sampling
 from bridge.system.devices import cpu_note
 from bridge.system.options import check_integer
+from bridge.system.progress import say
+from bridge.system.status_line import LINE
 from bridge.system.text import tell
 
 _KEY = "GGUF_BRIDGE_API_KEY"
@@ -60,6 +64,9 @@ def run(a: argparse.Namespace) -> int:
     check_integer("waiting", a.waiting, 0, 100_000)
     check_integer("body", a.body, 1, 1024)
     check_integer("grace", a.grace, 0, 86_400)
+    with suppress(RuntimeError):  # there is none
+        asyncio.get_running_loop()
+        raise BridgeError("serve answers until it is stopped, which a notebook's cell cannot; run it in a terminal")
     sampling = given(a, Sampling)
     Sampling(**sampling)
     if a.device == "auto":
@@ -81,8 +88,10 @@ def run(a: argparse.Namespace) -> int:
         warnings.warn(f"--host {a.host}: whoever reaches this machine can use the model; --api-key asks for a key",
                       BridgeWarning, stacklevel=1)  # fmt: skip
     with bound(a.host, a.port) as listening, load(a, gguf_of(a), a.context, a.lora) as model:
+        say("preparing the weights")
         model.prepare()
         limits = Limits(a.sequences, a.waiting, a.body << 20, key, local, a.pooling, sampling, a.draft)
+        LINE.hide()
         serve(model, listening, limits, a.grace)
     tell("stopped")
     return 0

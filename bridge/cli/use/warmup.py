@@ -1,7 +1,6 @@
 """`gguf-bridge warmup`: kernels are compiled now, for instance while an image of a container is built."""
 
 import argparse
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,8 +31,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(a: argparse.Namespace) -> int:
-    began = time.perf_counter()
-    steps = compiling.steps()
+    steps, before = compiling.steps(), compiling.seconds()
     if a.model is None:
         _check_unasked(a)
         from bridge.blocks.read import READ
@@ -41,7 +39,7 @@ def run(a: argparse.Namespace) -> int:
         _types(READ)
     else:
         _model(load(a, gguf_of(a), a.context))
-    done = f"compiled in {time.perf_counter() - began:.0f} s" if compiling.steps() > steps else "were compiled before"
+    done = f"compiled in {compiling.seconds() - before:.0f} s" if compiling.steps() > steps else "were compiled before"
     print(f"the kernels for this CPU {done}")
     return 0
 

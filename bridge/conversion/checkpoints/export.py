@@ -64,7 +64,7 @@ class ExportedTensor:
     share: float | None = None  # the error as a share of the type's own noise, where that is known
 
 
-@dataclass
+@dataclass(repr=False)
 class Exported(FolderReport):
     """The report of a GGUF that became a checkpoint folder."""
 

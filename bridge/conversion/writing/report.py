@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import math
 import operator
 from collections import Counter
@@ -16,7 +17,7 @@ from bridge.blocks.tensor_types import FLOAT_TYPES
 from bridge.encode.limits import FLOAT_LIMIT, REQUANTIZED_LIMIT
 from bridge.errors import parameter
 from bridge.system.report import WROTE, CommandReport, save_report
-from bridge.system.text import align, compile_text, percent, size_text
+from bridge.system.text import align, note_lines, percent, printable, size_text, took_text
 
 if TYPE_CHECKING:
     from bridge.encode.carrying.carry import Fidelity
@@ -131,14 +132,22 @@ def far_off(report: TensorReport, promised: bool) -> str | None:
 _LOST = 0.9  # NMSE: more than any type's rounding costs
 
 
-@dataclass
+@dataclass(repr=False)
 class Report(CommandReport):
-    """The whole file. `seconds` is all of the time that it took, `compile_seconds` what of it went into kernels."""
+    """The whole file. `seconds` is the time that it took, `compile_seconds` what of it went into kernels."""
 
     checkpoint: str
     checkpoint_format: str
     tensors: list[TensorReport]
     source_bytes: int
+
+    def _about(self) -> str:
+        return f"{len(self.tensors)} tensors of {self.checkpoint_format}, {self.bpw():.2f} bits a weight"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the table, with notes, under what it is of."""
+        text = "\n".join([repr(self), "", *self._lines(), *note_lines(self.notes)])
+        return f"<pre>{html.escape(printable(text))}</pre>"
 
     @property
     def output_bytes(self) -> int:
@@ -176,10 +185,13 @@ class Report(CommandReport):
         """
         if not self.outputs:
             return self.printed([])
+        return self.printed(self._lines(), size=self._size(timed=done == WROTE), done=done)
+
+    def _lines(self) -> list[str]:
+        """The rows, and what figures in them mean."""
         lines = align(self.rows(), (True, False, True, False, False, False, False))
         lines.insert(1, "-" * max(map(len, lines)))
-        lines += ["", *self.legend(), *self._losses()]
-        return self.printed(lines, size=self._size(timed=done == WROTE), done=done)
+        return [*lines, "", *self.legend(), *self._losses()]
 
     def rows(self) -> list[tuple[str, ...]]:
         """The table's cells; its head first, then a row per kind of tensor."""
@@ -230,7 +242,7 @@ class Report(CommandReport):
             return sizes
         seconds = max(self.seconds - self.compile_seconds, 1e-9)
         speed = size_text(self.source_bytes / seconds)
-        return f"{sizes} in {seconds:.1f} s ({speed}/s){compile_text(self.compile_seconds)}"
+        return f"{sizes} in {took_text(seconds, self.compile_seconds, f' ({speed}/s)')}"
 
 
 def _total(tensors: Iterable[TensorReport]) -> Fidelity | None:

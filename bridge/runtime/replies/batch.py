@@ -55,6 +55,11 @@ class Generation:
         self.speculation: Speculation | None = None
         self._reply = reply
 
+    def __repr__(self) -> str:
+        end = "unfinished" if self.finish is None else self.finish
+        text = self.text if len(self.text) <= 60 else f"{self.text[:57]}..."
+        return f"Generation({text!r}, {len(self.tokens)} tokens, {end})"
+
     @property
     def text(self) -> str:
         """The reply so far; while it is not finished, without what may be the start of a stop text."""
@@ -131,6 +136,10 @@ class Batch:
         self._budget = PART  # tokens of prompts that may be read before the next step
         self._left = 0
         self._gone: list[Generation] = []  # ended before it began
+
+    def __repr__(self) -> str:
+        counts = f"{len(self._running)} replying, {len(self._reading)} reading, {len(self._waiting)} waiting"
+        return f"Batch({self._most} sequences: {counts})"
 
     def __enter__(self) -> Self:
         return self

@@ -79,6 +79,9 @@ class Tokenizer:
         }  # longest first
         self._pieces: dict[int, bytes] = {}
 
+    def __repr__(self) -> str:
+        return f"Tokenizer({len(self)} tokens)"
+
     def __len__(self) -> int:
         return len(self.tokens)
 

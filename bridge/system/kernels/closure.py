@@ -30,7 +30,8 @@ TOOLS = frozenset(
         "errors", "system.cpu.cpus", "system.cpu.fork_locks", "system.cpu.numa", "system.cpu.row_threads",
         "system.kernels.closure",
         "system.kernels.compile_ahead", "system.kernels.compiling", "system.kernels.elf", "system.kernels.object_code",
-        "system.kernels.worker", "system.options", "system.progress", "system.storage.cache", "system.storage.files",
+        "system.kernels.worker", "system.options", "system.progress", "system.status_line", "system.storage.cache",
+        "system.storage.files",
         "system.storage.folder_locks", "system.storage.kernel_cache", "system.text",
     )
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""How long kernels take to compile: a clock that stops meanwhile, and a line for whoever waits. `jit` reports to it.
+"""How long kernels take to compile: a clock that stops meanwhile, and how far it is, for whoever waits.
 
 This module needs no numba, so that whoever measures time can import it.
 """
@@ -9,15 +9,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-Listener = Callable[[str, bool], None]  # "3 s" or "7 of 23", and whether there is more to compile right now
-
 _lock = threading.Lock()
 _active = 0  # kernels that are being compiled; those that one needs are compiled within it
 _began = 0.0
 _seconds = 0.0
 _loading = 0.0  # seconds that importing the compiler took
 _steps = 0
-_listener: Listener | None = None
+_elsewhere = 0, 0
 
 
 @contextmanager
@@ -29,7 +27,6 @@ def kernel() -> Iterator[None]:
             _began = time.perf_counter()
         _active += 1
         _steps += 1
-    _report(f"{seconds():.0f} s", True)
     try:
         yield
     finally:
@@ -37,23 +34,35 @@ def kernel() -> Iterator[None]:
             _active = max(0, _active - 1)
             if not _active:
                 _seconds += time.perf_counter() - _began
-        if not _active:
-            _report("", False)
 
 
 @contextmanager
 def kernels_elsewhere(total: int) -> Iterator[Callable[[int], None]]:
     """Other processes compile so many kernels meanwhile; call what this yields with how many they have compiled."""
-    global _steps
-    with kernel():
-        _steps += total - 1
-        _report(f"0 of {total}", True)
-        yield lambda done: _report(f"{done} of {total}", True)
+    global _steps, _elsewhere
+    done, before = _elsewhere
+    _elsewhere = done, before + total
+
+    def report(compiled: int) -> None:
+        global _elsewhere
+        _elsewhere = done + compiled, before + total
+
+    try:
+        with kernel():
+            _steps += total - 1
+            yield report
+    finally:
+        report(total)
 
 
-def _report(text: str, more: bool) -> None:
-    if _listener is not None:
-        _listener(text, more)
+def active() -> bool:
+    """Whether something is being compiled."""
+    return _active > 0
+
+
+def elsewhere() -> tuple[int, int]:
+    """How many kernels other processes have compiled since this one began, and how many they were given."""
+    return _elsewhere
 
 
 def steps() -> int:
@@ -81,17 +90,6 @@ def loading() -> Iterator[None]:
 def clock() -> float:
     """time.perf_counter without the seconds spent on kernels and their compiler: speeds are measured with it."""
     return time.perf_counter() - seconds() - _loading
-
-
-@contextmanager
-def reporting_to(listener: Listener) -> Iterator[None]:
-    """Call `listener` while kernels are compiled, several times a kernel."""
-    global _listener
-    before, _listener = _listener, listener
-    try:
-        yield
-    finally:
-        _listener = before
 
 
 def _after_fork() -> None:
