@@ -16,8 +16,8 @@ _EACH = 4  # functions that a process compiles at least: it takes as long as two
 def compile_all(functions: Iterable[CFunction]) -> None:
     """Compile those of the functions that are neither loaded nor kept, and keep them.
 
-    Other processes do it, and end: Numba and what it compiles would take 0.13 GB of this one for good. The listener of
-    `compiling.reporting_to` hears of each function. What cannot be compiled so is left to whoever needs it, and so are
+    Other processes do it, and end: Numba and what it compiles would take 0.13 GB of this one for good. `compiling`
+    counts them. What cannot be compiled so is left to whoever needs it, and so are
     a few functions where this process has Numba already.
     """
     missing = [function for function in dict.fromkeys(functions) if not object_code.known(function)]
