@@ -303,8 +303,8 @@ class _Server:
     async def _read(self, request: Request, data: bytearray) -> None:
         """Add the body of a request to `data`, no more than the limit."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":  # what a page elsewhere could send without asking is none
-            raise BadRequest("the Content-Type must be application/json", status=415)
+        if kind != "application/json" and "origin" in request.headers:  # what a page elsewhere could send unasked
+            raise BadRequest("the Content-Type must be application/json where a page asks", status=415)
         too_large = BadRequest(f"the body is larger than {self.limits.body} bytes", status=413)
         if int(request.headers.get("content-length", 0)) > self.limits.body:
             raise too_large

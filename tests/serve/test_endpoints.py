@@ -435,9 +435,17 @@ def test_bodies_that_are_no_requests_are_refused(
     content: bytes, kind: str, status: int, message: str, model: Model
 ) -> None:
     with client_of(model, body=1 << 20) as client:
-        answer = client.post("/v1/completions", content=content, headers={"Content-Type": kind})
+        headers = {"Content-Type": kind, "Origin": "http://elsewhere.example"}
+        answer = client.post("/v1/completions", content=content, headers=headers)
     assert answer.status_code == status
     assert message in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("kind", ["application/x-www-form-urlencoded", "text/plain", ""])
+def test_what_is_no_page_may_leave_out_the_content_type(kind: str, client: Any) -> None:
+    """curl's -d says that it is a form."""
+    answer = client.post("/v1/completions", content=b'{"prompt": "a", "max_tokens": 1}', headers={"Content-Type": kind})
+    assert answer.status_code == 200
 
 
 def test_a_body_without_a_length_is_read_no_further_than_the_limit(model: Model, monkeypatch: Any) -> None:

@@ -196,6 +196,7 @@ def whole_answer(connection: socket.socket) -> bytes:
 
 
 HEADERS = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+ELSEWHERE = HEADERS.replace(b"json", b"text") + b"Origin: http://elsewhere.example\r\n"  # a page's
 
 
 @posix
@@ -208,7 +209,7 @@ def test_clients_that_send_no_request_and_read_no_answer_have_limits(start: Star
     for _ in range(10):
         slow += [sent(server, HEADERS + b"X-a: ") for _ in range(4)]
         assert httpx.get(f"{server.url}/health", timeout=PATIENCE).json() == {"status": "ok"}
-    refused = sent(server, HEADERS.replace(b"json", b"text") + b"Content-Length: 1000\r\n\r\n{")  # answered at once
+    refused = sent(server, ELSEWHERE + b"Content-Length: 1000\r\n\r\n{")  # answered at once
     assert whole_answer(refused).startswith(b"HTTP/1.1 415 ")
     begun = time.monotonic()
     for connection in (*slow, refused):
@@ -244,7 +245,7 @@ def test_what_is_no_http_is_answered_with_json(running: Server) -> None:
             answer = b"".join(iter(lambda: connection.recv(1 << 16), b""))
         assert answer.startswith(b"HTTP/1.1 400 ")
         assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["type"] == "invalid_request_error"
-    refused = HEADERS.replace(b"json", b"text") + b"Transfer-Encoding: chunked\r\n\r\n"
+    refused = ELSEWHERE + b"Transfer-Encoding: chunked\r\n\r\n"
     with sent(running, refused) as connection:
         assert whole_answer(connection).startswith(b"HTTP/1.1 415 ")
         connection.sendall(b"ZZ\r\n")
