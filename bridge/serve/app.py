@@ -159,10 +159,7 @@ class _Server:
                 if error.status == 401:
                     response.headers["WWW-Authenticate"] = "Bearer"
             except BridgeError as error:
-                message = str(error).replace(
-                    str(self.model.path), self.name
-                )  # where the file is, is no client's business
-                response = _failed(request, 400, message, "invalid_request_error")
+                response = _failed(request, 400, self._without_path(str(error)), "invalid_request_error")
             except Refused as error:
                 status, kind = (503, "service_unavailable") if error.stopping else (429, "rate_limit_error")
                 response = _failed(request, status, str(error), kind)
