@@ -22,10 +22,13 @@ from bridge.runtime.tokenizer import stop_tokens
 from bridge.system.options import checked
 
 if TYPE_CHECKING:
-    from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers.generation.utils import GenerateOutput
 
-    class LanguageModel(PreTrainedModel, GenerationMixin):
+    class LanguageModel(PreTrainedModel):
         """A transformers model that generates, whatever its class."""
+
+        def generate(self, *args: Any, **options: Any) -> GenerateOutput | torch.LongTensor: ...
 
 
 @checked

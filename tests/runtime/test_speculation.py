@@ -261,9 +261,16 @@ def test_a_model_that_cannot_guess_for_another_is_refused(model: Model, path: Pa
 # --- what is refused ---
 
 
-@pytest.mark.parametrize("draft", ["guess", 3, ["ngram"]])
-def test_an_unknown_draft_is_refused(draft: Any, model: Model) -> None:
-    with pytest.raises(BridgeError, match=r"unknown draft .*: choose ngram"):
+@pytest.mark.parametrize(
+    ("draft", "said"),
+    [
+        ("guess", r"unknown draft .*: choose ngram"),
+        (3, "draft is of type int; must be a text or Model or None"),
+        (["ngram"], "draft is of type list; must be"),
+    ],
+)
+def test_an_unknown_draft_is_refused(draft: Any, said: str, model: Model) -> None:
+    with pytest.raises(BridgeError, match=said):
         model.generate("a", draft=draft)
 
 
