@@ -68,8 +68,7 @@ REPLIES = {
     "Mistral: Devstral, Ministral": f"[TOOL_CALLS]get_weather[ARGS]{TEXT}[TOOL_CALLS]time[ARGS]{{}}",
     "GigaChat 3.1": f'<|function_call|>{{"name": "get_weather", "arguments": {TEXT}}}',
     "GigaChat 3": f'function call<|role_sep|>\n{{"name": "get_weather", "arguments": {TEXT}}}',
-    "LFM2": '<|tool_call_start|>[get_weather(city="Paris", days=3, tags=["a", "b"])]<|tool_call_end|>'
-    "<|tool_call_start|>[time()]<|tool_call_end|>",
+    "LFM2": '<|tool_call_start|>[get_weather(city="Paris", days=3, tags=["a", "b"]), time()]<|tool_call_end|>',
     "Olmo 3": '<function_calls>get_weather(city="Paris", days=3, tags=["a", "b"])</function_calls>',
     "Functionary 3.2": f"get_weather\n{TEXT}",
     "Functionary 3.1": f"<function=get_weather>{TEXT}</function>\n<function=time>{{}}</function>",

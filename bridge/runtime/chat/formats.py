@@ -9,7 +9,7 @@ for what the model counts or invents, and the arguments for one of these:
                   JSON) and perhaps `{text}` (whether the value is a text: true or false)
     {elements}    MiniMax M3's elements, one in another: each begins with `ELEMENT` and <key>, a list's are <item>
     {gemma}       Gemma 4's objects: {key:<|"|>text<|"|>,other:1}
-    {python}      a call in Python's syntax, between parentheses
+    {keywords}    Python's keyword arguments: key="text", other=1
 """
 
 import json
@@ -115,10 +115,14 @@ FORMATS = (
     CallFormat("Command R", ("Action:", "```json", "tool_name"), "Action:\n```json\n", "{json}", "\n```", listed=True,
                keys=("tool_name", "parameters")),
     CallFormat("Apertus", ("<|tools_prefix|>",), "<|tools_prefix|>", "{json}", "<|tools_suffix|>", listed=True),
-    CallFormat("LFM2", ("<|tool_call_start|>",), "<|tool_call_start|>", "[{python}]", "<|tool_call_end|>"),
-    CallFormat("LFM2", ("<|tool_list_start|>",), "<|tool_call_start|>", "[{python}]", "<|tool_call_end|>"),
-    CallFormat("LFM2.5", ("List of tools: [",), "<|tool_call_start|>", "[{python}]", "<|tool_call_end|>"),
-    CallFormat("Olmo 3", ("<function_calls>",), "<function_calls>", "{python}", "</function_calls>"),
+    CallFormat("LFM2", ("<|tool_call_start|>",), "<|tool_call_start|>[", "{name}({keywords})", "]<|tool_call_end|>",
+               between=", "),
+    CallFormat("LFM2", ("<|tool_list_start|>",), "<|tool_call_start|>[", "{name}({keywords})", "]<|tool_call_end|>",
+               between=", "),
+    CallFormat("LFM2.5", ("List of tools: [",), "<|tool_call_start|>[", "{name}({keywords})", "]<|tool_call_end|>",
+               between=", "),
+    CallFormat("Olmo 3", ("<function_calls>",), "<function_calls>", "{name}({keywords})", "</function_calls>",
+               between="\n"),
     CallFormat("Functionary 3.2", (">>>all", "recipient"), ">>>", "{name}\n{arguments}", answer="all\n"),
     CallFormat("Functionary 3.1", ("<function=", "</function>"), "<function=", "{name}>{arguments}", "</function>",
                without=("<tool_call>",)),
@@ -161,13 +165,12 @@ def thinking_marks(template: str) -> Thinking:
 
 def written_calls(functions: Sequence[Mapping[str, Any]], form: CallFormat) -> str:
     """Calls as text, each of a {"name", "arguments"}: in Python where the format is, else as JSON."""
-    if "{python}" in form.call:
+    if "{keywords}" in form.call:
         calls = [
             f"{function['name']}({', '.join(f'{key}={value!r}' for key, value in function['arguments'].items())})"
             for function in functions
         ]
-    else:
-        named = [(form.keys[0], function["name"], form.keys[1], function["arguments"]) for function in functions]
-        calls = [json.dumps({a: name, b: arguments}, ensure_ascii=False) for a, name, b, arguments in named]
-    listed = form.listed or "[{" in form.call
-    return form.begin + (f"[{', '.join(calls)}]" if listed else "\n".join(calls)) + form.end
+        return form.begin + (form.between or "").join(calls) + form.end
+    named = [(form.keys[0], function["name"], form.keys[1], function["arguments"]) for function in functions]
+    calls = [json.dumps({a: name, b: arguments}, ensure_ascii=False) for a, name, b, arguments in named]
+    return form.begin + (f"[{', '.join(calls)}]" if form.listed else "\n".join(calls)) + form.end

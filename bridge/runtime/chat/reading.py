@@ -5,16 +5,17 @@ import json
 import re
 import secrets
 import string
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from bridge.runtime.chat.formats import ELEMENT, GEMMA_QUOTE, CallFormat
+from bridge.runtime.chat.schemas import Schema, alternatives, property_of, schema_of
 
-Functions = Mapping[str, Mapping[str, Any]]  # the JSON schema of each function's parameters, by its name
+Functions = Mapping[str, Schema]  # the JSON schema of each function's parameters, by its name
 
-PLACEHOLDER = re.compile(r"\{(name|number|id|arguments|json|parameters|elements|gemma|python|key|value|text)\}")
+PLACEHOLDER = re.compile(r"\{(name|number|id|arguments|json|parameters|elements|gemma|keywords|key|value|text)\}")
 _DECODER = json.JSONDecoder()
 _NAME = re.compile(r"[\w./-]+")
 _ID = re.compile(r"[^\s<\[]+")
@@ -39,9 +40,15 @@ class Call:
 
 def read_calls(section: str, form: CallFormat, functions: Functions) -> list[Call]:
     """The calls of a section, without its begin and end. Raises ValueError unless all of it is calls."""
+    calls, rest = first_calls(section, form, functions)
+    if rest:
+        raise ValueError("there is more than calls")
+    return calls
+
+
+def first_calls(section: str, form: CallFormat, functions: Functions) -> tuple[list[Call], str]:
+    """The calls with which a section begins, at least one, and the text after them. Raises ValueError."""
     try:
-        if "{python}" in form.call:
-            return [*_python_calls(section)]
         return _Section(section, form, functions).calls()
     except (RecursionError, MemoryError, SyntaxError, TypeError) as problem:
         raise ValueError(f"nested too deeply, or not of this syntax: {type(problem).__name__}") from None
@@ -80,38 +87,46 @@ class _Section:
     def __init__(self, text: str, form: CallFormat, functions: Functions):
         self._text, self._at = text, 0
         self._functions = functions
+        self._root: Schema = {}  # of the function whose arguments are read
         self._call_parts = PLACEHOLDER.split(form.call)
-        self._parameter = _pattern_of(form.parameter) if form.parameter else None
+        self._parameter = _pattern_of(form) if form.parameter else None
 
-    def calls(self) -> list[Call]:
+    def calls(self) -> tuple[list[Call], str]:
+        """See `first_calls`."""
         calls: list[Call] = []
         while self._match(r"[\s,;]*\Z") is None:
-            self._match(r"[\s,;]*")
-            calls += self._next()
+            before = self._at
+            try:
+                self._match(r"[\s,;]*")
+                calls += self._next()
+            except (ValueError, SyntaxError):
+                if not calls:
+                    raise
+                return calls, self._text[before:].strip()
         if not calls:
             raise ValueError("there is no call")
-        return calls
+        return calls, ""
 
     def _next(self) -> list[Call]:
         name, id = "", ""
         arguments: Any = None
-        calls: list[Call] = []
         for number, part in enumerate(self._call_parts):
             if number % 2 == 0:
                 if self._match(_spaced(part)) is None:
                     raise ValueError(f"{part.strip()} is missing")
             elif part == "json":
                 value = self._json()
-                calls = [call_of(one, self._functions) for one in (value if isinstance(value, list) else [value])]
+                return [call_of(one, self._functions) for one in (value if isinstance(value, list) else [value])]
             elif part == "name":
                 name = self._read(_NAME)
+                self._root = self._functions.get(name, {})
             elif part == "id":
                 id = self._read(_ID)
             elif part == "number":
                 self._read(_NUMBER)
-            else:
-                arguments = getattr(self, f"_{part}")(self._functions.get(name, {}))
-        return calls or [_call(name, arguments, id)]
+            else:  # the method of the same name reads the arguments
+                arguments = getattr(self, f"_{part}")(self._root)
+        return [_call(name, arguments, id)]
 
     def _match(self, pattern: str) -> re.Match[str] | None:
         """Go past what matches here."""
@@ -133,10 +148,10 @@ class _Section:
         value, self._at = _DECODER.raw_decode(self._text, self._at)
         return value
 
-    def _arguments(self, schema: Mapping[str, Any]) -> Any:
+    def _arguments(self, schema: Schema) -> Any:
         return self._json()
 
-    def _parameters(self, schema: Mapping[str, Any]) -> dict[str, Any]:
+    def _parameters(self, schema: Schema) -> dict[str, Any]:
         assert self._parameter is not None
         values = {}
         while (found := self._parameter.match(self._text, self._at)) is not None:
@@ -147,37 +162,68 @@ class _Section:
             elif found.groupdict().get("text") == "true":
                 values[key] = value
             else:
-                values[key] = _typed(value, _property(schema, key))
+                values[key] = self._typed(value, property_of(schema, key, self._root))
         return values
 
-    def _elements(self, schema: Mapping[str, Any]) -> Any:
+    def _keywords(self, schema: Schema) -> dict[str, Any]:
+        values = {}
+        while (key := self._match(r"\s*([^=()]+?)\s*=\s*")) is not None:
+            try:
+                before = self._at
+                values[key[1]] = self._json()
+                if re.compile(r"\s*[,)]").match(self._text, self._at) is None:
+                    raise ValueError("a value is not JSON")
+            except ValueError:
+                self._at = before
+                values[key[1]] = ast.literal_eval(self._python_text())
+            self._match(r"\s*,")
+        return values
+
+    def _python_text(self) -> str:
+        """A literal of Python, up to the comma or parenthesis after it."""
+        depth, begin = 0, self._at
+        while (part := self._match(r"(?s)'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\"|[^'\"]")) is not None:
+            if part[0] in "([{":
+                depth += 1
+            elif part[0] in ",)]}" and not depth:
+                self._at -= 1
+                break
+            elif part[0] in ")]}":
+                depth -= 1
+        return self._text[begin : self._at].strip()
+
+    def _elements(self, schema: Schema) -> Any:
         """MiniMax M3's elements, or the text between two marks."""
+        kinds = alternatives(schema, self._root)
+        listed = any(kind.get("type") == "array" for kind in kinds)
         begin = re.compile(rf"\s*{re.escape(ELEMENT)}<([^<>/\s]+)>")
         entries: list[tuple[str, Any]] = []
         while (found := begin.match(self._text, self._at)) is not None:
             self._at = found.end()
             key = found[1]
-            inner = schema.get("items", {}) if key == "item" else _property(schema, key)
-            entries.append((key, self._elements(inner)))
+            items = next((schema_of(kind.get("items")) for kind in kinds if kind.get("type") == "array"), {})
+            entries.append((key, self._elements(items if listed else property_of(schema, key, self._root))))
             if self._match(rf"\s*{re.escape(ELEMENT)}</{re.escape(key)}>") is None:
                 raise ValueError(f"<{key}> has no end")
         if entries:
-            return [value for _, value in entries] if {key for key, _ in entries} == {"item"} else dict(entries)
+            if listed or (not schema and {key for key, _ in entries} == {"item"}):
+                return [value for _, value in entries]
+            return dict(entries)
         end = self._text.find(ELEMENT, self._at)
         text, self._at = self._text[self._at : end], end
         if end < 0:
             raise ValueError("an element has no end")
-        return {} if not text.strip() and "properties" in schema else _typed(text, schema)
+        if not text.strip() and not any(is_text(kind) for kind in kinds):
+            return [] if listed else {}
+        return self._typed(text, schema)
 
-    def _gemma(self, schema: Mapping[str, Any]) -> Any:
+    def _gemma(self, schema: Schema) -> Any:
         """Gemma 4's object, list, text or other value."""
         if self._match(r"\s*\{") is not None:
             values = {}
             while self._match(r"\s*\}") is None:
-                key = self._match(r"\s*([^\s:{},]+)\s*:")
-                if key is None:
-                    raise ValueError("a key is missing")
-                values[key[1].removeprefix(GEMMA_QUOTE).removesuffix(GEMMA_QUOTE)] = self._gemma({})
+                key = self._gemma_key()
+                values[key] = self._gemma({})
                 if self._match(r"\s*,|(?=\s*\})") is None:
                     raise ValueError("an object has no end")
             return values
@@ -189,50 +235,55 @@ class _Section:
                     raise ValueError("a list has no end")
             return entries
         if self._match(rf"\s*{re.escape(GEMMA_QUOTE)}") is not None:
-            text, mark, _ = self._text[self._at :].partition(GEMMA_QUOTE)
-            if not mark:
-                raise ValueError("a text has no end")
-            self._at += len(text) + len(mark)
-            return text
+            return self._gemma_text()
+        if self._match(r"\s*(?=\")") is not None:
+            return self._json()
         word = self._match(r"\s*([^\s,{}\[\]]+)")
         if word is None:
             raise ValueError("a value is missing")
-        return _typed(word[1], {})
+        return self._typed(word[1], {})
 
+    def _gemma_key(self) -> str:
+        if self._match(rf"\s*{re.escape(GEMMA_QUOTE)}") is not None:
+            key = self._gemma_text()
+        elif self._match(r"\s*(?=\")") is not None:
+            key = str(self._json())
+        else:
+            found = self._match(r"\s*([^:{},]+?)(?=\s*:)")
+            if found is None:
+                raise ValueError("a key is missing")
+            key = found[1]
+        if self._match(r"\s*:") is None:
+            raise ValueError("a value is missing")
+        return key
 
-def _spaced(literal: str) -> str:
-    """A pattern of a text, with any white space where it has some."""
-    words = r"\s*".join(map(re.escape, literal.split()))
-    return rf"\s*{words}\s*" if literal != literal.strip() or not literal else words
-
-
-def _pattern_of(parameter: str) -> re.Pattern[str]:
-    """A pattern of a parameter, with groups for its key, its value, and whether that is a text."""
-    groups = {"key": '(?P<key>[^<>"]+)', "value": "(?P<value>(?s:.*?))", "text": "(?P<text>true|false)"}
-    parts = PLACEHOLDER.split(parameter)
-    pattern = [groups[part] if n % 2 else re.escape(part).replace("\\\n", "\n?") for n, part in enumerate(parts)]
-    return re.compile(r"\s*" + "".join(pattern))
-
-
-def _property(schema: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    properties = schema.get("properties")
-    value = properties.get(key) if isinstance(properties, Mapping) else None
-    return value if isinstance(value, Mapping) else {}
-
-
-def is_text(schema: Mapping[str, Any]) -> bool:
-    """Whether values of a schema are texts alone."""
-    kind = schema.get("type")
-    if kind is None and (choices := schema.get("enum")):
-        return isinstance(choices, list) and all(isinstance(choice, str) for choice in choices)
-    return kind == "string" or kind == ["string"]
-
-
-def _typed(text: str, schema: Mapping[str, Any]) -> Any:
-    """A value that is written as text or as JSON, by its schema."""
-    if is_text(schema):
+    def _gemma_text(self) -> str:
+        """What precedes the next quote."""
+        text, mark, _ = self._text[self._at :].partition(GEMMA_QUOTE)
+        if not mark:
+            raise ValueError("a text has no end")
+        self._at += len(text) + len(mark)
         return text
-    words = {"True": True, "False": False, "None": None}  # as templates write Python's
+
+    def _typed(self, text: str, schema: Schema) -> Any:
+        """A value that is written as text or as JSON, by its schema."""
+        kinds = alternatives(schema, self._root)
+        constants = [kind["const"] for kind in kinds if "const" in kind]
+        if text in constants or all(is_text(kind) for kind in kinds):
+            return text
+        value = _value_of(text)
+        types = {
+            "number" if kind.get("type") == "integer" else kind.get("type") for kind in kinds if "const" not in kind
+        }
+        types |= {_type_of(constant) for constant in constants}
+        if "string" in types and value not in constants and not {_type_of(value), None} & types:
+            return text
+        return value
+
+
+def _value_of(text: str) -> Any:
+    """The value that a text is as JSON, or as Python, as some templates write it; else the text."""
+    words = {"True": True, "False": False, "None": None}
     if text.strip() in words:
         return words[text.strip()]
     for read in (json.loads, ast.literal_eval):
@@ -242,25 +293,31 @@ def _typed(text: str, schema: Mapping[str, Any]) -> Any:
     return text
 
 
-def _python_calls(section: str) -> Iterator[Call]:
-    """The calls of `f(key=1)`, one a line, or in a list."""
-    for statement in ast.parse(section.strip()).body:
-        if not isinstance(statement, ast.Expr):
-            raise ValueError("a statement is no call")
-        value = statement.value
-        for node in value.elts if isinstance(value, ast.List | ast.Tuple) else [value]:
-            if not isinstance(node, ast.Call) or node.args or any(pair.arg is None for pair in node.keywords):
-                raise ValueError("an expression is no call with names of its arguments")
-            arguments = {str(pair.arg): _python_value(pair.value) for pair in node.keywords}
-            yield _call(ast.unparse(node.func), arguments)
+def _type_of(value: Any) -> str:
+    """The type of a value in a schema; integers are numbers."""
+    names = {bool: "boolean", int: "number", float: "number", str: "string", list: "array", dict: "object"}
+    return names.get(type(value), "null")
 
 
-def _python_value(node: ast.expr) -> Any:
-    """The value of a literal, with JSON's words for true, false and null too."""
-    words = {"true": True, "false": False, "null": None}
+def _spaced(literal: str) -> str:
+    """A pattern of a text, with any white space where it has some."""
+    words = r"\s*".join(map(re.escape, literal.split()))
+    return rf"\s*{words}\s*" if literal != literal.strip() or not literal else words
 
-    class _Words(ast.NodeTransformer):
-        def visit_Name(self, name: ast.Name) -> ast.AST:
-            return ast.Constant(words[name.id]) if name.id in words else name
 
-    return ast.literal_eval(_Words().visit(node))
+def _pattern_of(form: CallFormat) -> re.Pattern[str]:
+    """A pattern of a parameter, with groups for its key, its value, and whether that is a text.
+
+    A value may have the text after it within, unless the next parameter or the end of the call follows that.
+    """
+    groups = {"key": '(?P<key>[^<>"]+)', "value": "(?P<value>(?s:.*?))", "text": "(?P<text>true|false)"}
+    parts = PLACEHOLDER.split(form.parameter)
+    pattern = [groups[part] if n % 2 else re.escape(part).replace("\\\n", "\n?") for n, part in enumerate(parts)]
+    after = form.call.partition("{parameters}")[2].strip()
+    follows = "|".join(map(re.escape, filter(None, [parts[0].strip(), after]))) + r"|\Z"
+    return re.compile(rf"\s*{''.join(pattern)}(?=\s*(?:{follows}))")
+
+
+def is_text(schema: Schema) -> bool:
+    """Whether values of a schema of one type are texts."""
+    return schema.get("type") == "string" or isinstance(schema.get("const"), str)

@@ -25,6 +25,8 @@ class ReplyForm:
         self._may_think = self._marks.end in template
         self._mark_tokens = self._tokens_in([self._marks.begin, self._marks.end])
         self._call_tokens = self._tokens_in(calls.literals)
+        control = {token for token, kind in enumerate(tokenizer.types) if kind == CONTROL}
+        self._others = control - tokenizer.stops
 
     @property
     def thinks(self) -> bool:
@@ -63,9 +65,9 @@ class ReplyForm:
         tail = self._tail(prompt)
         thinks = tail.endswith(self._marks.begin.rstrip())
         may_think = thinks or (self._may_think and not tail.endswith(self._marks.end))
-        grammar = ReplyGrammar(
-            self._mark_tokens | self._call_tokens, self._marks if may_think else None, thinks, self.calls is HARMONY
-        )
+        marks = self._marks if may_think else None
+        tokens = self._mark_tokens | self._call_tokens
+        grammar = ReplyGrammar(tokens, self._others, marks, thinks, self.calls is HARMONY)
         return grammar.text(rule, self.calls, functions, several, free)
 
     def _tail(self, prompt: Sequence[int]) -> str:
