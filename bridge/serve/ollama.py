@@ -47,11 +47,11 @@ def chat(body: Any, model: Model, defaults: Mapping[str, Any]) -> ReplyRequest:
     fields = RequestFields(body)
     asked = _common(fields, model)
     messages = fields.take("messages", of_type(list, "a list of messages"), [])
+    asked["tools"] = fields.take("tools", anything)
+    fields.end()
     if not messages:
         return _load(asked, model, defaults)
     asked["messages"] = [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
-    asked["tools"] = fields.take("tools", anything)
-    fields.end()
     request = request_json.chat(asked, model, defaults)
     request.grammar_field = "format"
     return request

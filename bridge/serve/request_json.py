@@ -320,16 +320,17 @@ def tools_of(tools: Sequence[Any], choice: Any, several: bool) -> Tools:
         name, schema = function.get("name"), function.get("parameters")
         if not isinstance(name, str) or not _FUNCTION_NAME.fullmatch(name):
             raise BadRequest(f"{where}.function.name must be of letters, digits and _ . / -", f"{where}.function.name")
-        if not isinstance(schema, dict | None):
-            raise BadRequest(f"{where}.function.parameters must be a JSON schema", f"{where}.function.parameters")
-        functions[name] = schema or {"type": "object", "properties": {}}
+        if not isinstance(schema, dict | None) or (schema and schema.get("type", "object") != "object"):
+            inner = f"{where}.function.parameters"
+            raise BadRequest(f"{inner} must be the JSON schema of an object", inner)
+        functions[name] = {"type": "object", **(schema or {"properties": {}})}
     if choice in ("none", "auto", "required"):
         if choice == "required" and not functions:
             raise BadRequest("tool_choice is required, but there are no tools", "tool_choice")
         return Tools({} if choice == "none" else functions, choice == "required", several)
     function = choice.get("function") if isinstance(choice, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
-    if name not in functions:
+    if not isinstance(name, str) or name not in functions:
         raise BadRequest(f"tool_choice must be {_CHOICES}", "tool_choice")
     return Tools({name: functions[name]}, True, False)
 
@@ -338,25 +339,39 @@ def _messages(messages: Any) -> list[dict[str, Any]]:
     """Messages whose content is a text; parts of text are joined."""
     if not messages:
         raise BadRequest("messages must be a list of at least one message", "messages")
-    texts_only = []
+    texts_only: list[dict[str, Any]] = []
     for i, message in enumerate(messages):
         where = f"messages[{i}]"
         if not isinstance(message, dict) or message.get("role") not in _ROLES:
             raise BadRequest(f"{where} must be an object whose role is one of {', '.join(_ROLES)}", where)
         content = message.get("content")
         if isinstance(content, list):
-            parts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
-            texts = [text for text in parts if isinstance(text, str)]
+            parts = [part for part in content if isinstance(part, dict) and part.get("type") in ("text", "refusal")]
+            texts = [text for part in parts if isinstance(text := part.get(part["type"]), str)]
             if len(texts) < len(content):
                 raise BadRequest(f"{where}.content has parts that are not texts; this model takes texts only", where)
             content = "".join(texts)
-        if content is None and (message["role"] != "assistant" or not message.get("tool_calls")):
+        says = message["role"] == "assistant" and (message.get("tool_calls") or message.get("reasoning_content"))
+        if content is None and not says:
             raise BadRequest(f"{where}.content is missing", where)
         if not isinstance(content, str | None):
             raise BadRequest(f"{where}.content must be a text or a list of parts", where)
+        _check_calls(message.get("tool_calls"), f"{where}.tool_calls")
         role = "system" if message["role"] == "developer" else message["role"]
-        texts_only.append({**message, "role": role, "content": content or ""})
+        if role == "system" and texts_only and all(before["role"] == "system" for before in texts_only):
+            texts_only[0]["content"] += f"\n\n{content}"  # templates take one
+        else:
+            texts_only.append({**message, "role": role, "content": content or ""})
     return texts_only
+
+
+def _check_calls(calls: Any, where: str) -> None:
+    """Raise BadRequest unless these are the calls of an earlier message, or none."""
+    for call in calls if isinstance(calls, list) else [] if calls is None else [calls]:
+        function = call.get("function") if isinstance(call, dict) else None
+        texts = [function.get(key) for key in ("name", "arguments")] if isinstance(function, dict) else []
+        if not texts or not all(isinstance(text, str) for text in texts):
+            raise BadRequest(f'{where} must be [{{"id": ..., "function": {{"name": ..., "arguments": "..."}}}}]', where)
 
 
 @dataclass

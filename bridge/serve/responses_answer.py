@@ -128,12 +128,12 @@ class ResponsesAnswer:
             "response.content_part.added", item, part=item.content()
         )
 
-    def _close(self) -> bytes:
-        """Complete the open item, if there is one."""
+    def _close(self, status: str = "completed") -> bytes:
+        """End the open item, if there is one."""
         if (item := self._open) is None:
             return b""
         self._open = None
-        finished = {**item.fields, "content": [item.content()], "status": "completed"}
+        finished = {**item.fields, "content": [item.content()], "status": status}
         self._output.append(finished)
         more = {"logprobs": item.logprobs} if item.part == "output_text" else {}
         return (
@@ -145,10 +145,7 @@ class ResponsesAnswer:
     def _last(self) -> bytes:
         """Complete the output, which has a message at least."""
         data = b"" if self._open is not None or self._output else self._begin("output_text")
-        data += self._close()
-        if self._finish == "length":
-            self._output[-1]["status"] = "incomplete"
-        return data
+        return data + self._close(self._status())
 
     def _called(self, call: Call) -> bytes:
         data, index = self._close(), len(self._output)

@@ -3,6 +3,7 @@
 Its own fields are checked here under their own names; what they mean is decided by `request_json`, once for all.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -54,10 +55,21 @@ def responses(body: Any, model: Model, defaults: Mapping[str, Any]) -> ReplyRequ
     fields.unchanged("truncation", "disabled")
     fields.unchanged("background", False)
     fields.end()
-    request = request_json.chat(asked, model, defaults, "input")
+    try:
+        request = request_json.chat(asked, model, defaults, "input")
+    except BadRequest as refused:
+        raise BadRequest(_own(str(refused)), _own(refused.field or "") or None, refused.code) from None
     request.repeated = _repeated(given, Sampling(**request.sampling))
     request.grammar_field = "text.format.schema"
     return request
+
+
+def _own(text: str) -> str:
+    """What is said of a chat's fields, of the fields that they are made of here."""
+    of_tools = text.replace(".function.", ".").replace(
+        '"function", "function": {"name": ...}}', '"function", "name": ...}'
+    )
+    return re.sub(r"messages\[\d+\]", "input", of_tools)
 
 
 def _repeated(given: Mapping[str, Any], how: Sampling) -> dict[str, Any]:

@@ -5,10 +5,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from bridge.runtime.chat.formats import CallFormat, Thinking
-from bridge.runtime.chat.reading import Call, Functions, read_calls
+from bridge.runtime.chat.reading import Call, Functions, first_calls, read_calls
 from bridge.runtime.replies.generation import overlap
 
 _CHANNEL, _MESSAGE, _END, _START = "<|channel|>", "<|message|>", "<|end|>", "<|start|>"
+_BEFORE_JSON = ("<|python_tag|>", "```json")
+_MOST_SPACES = 256  # characters of white space that are held back, as they may precede a mark
+_MOST_TRIES = 16  # ends of a section that may be in texts of the arguments; more are looked at when the reply ends
 _BEFORE_BODIES = (_START, _CHANNEL, " to=")  # with which what precedes <|message|> begins
 
 
@@ -58,6 +61,8 @@ class MarkedParser:
         self._read = self._reasoning if thinks else self._first
         self._begin = ""  # of the section of calls that is being read, with the white space before it
         self._searched = 0  # characters of that section where no end of it begins
+        self._tries = 0  # of ends of that section that were none
+        self._may_call = False  # a reply that is a call if anything
 
     def add(self, text: str, last: bool = False) -> Parts:
         self._held += text
@@ -120,20 +125,25 @@ class MarkedParser:
 
     def _shown(self, mark: str, last: bool) -> str:
         """What is held, but for what may be the begin of a mark, and the white space before it."""
-        text = self._held if last else self._held[: len(self._held) - overlap(self._held, mark)].rstrip()
+        text = self._held
+        if not last:
+            text = text[: len(text) - overlap(text, mark)]
+            spaces = len(text) - len(text.rstrip())
+            text = text[: len(text) - min(spaces, _MOST_SPACES)]
         self._held = self._held[len(text) :]
         return text
 
     def _whole_reply(self, last: bool) -> Parts:
         """Calls where the reply is nothing else; it is held as long as it may be."""
         assert self._form is not None
-        text = re.sub(r"\A\s*(<\|python_tag\|>|```json)?\s*", "", self._held)
-        if not last and (not text or text[0] in "{["):
+        if not last and (self._may_call or _may_begin(self._held)):
+            self._may_call = len(self._held) > _MOST_SPACES  # it is long enough to know
             return Parts()
         reply, form = self._held, self._form
         self._held, self._form = "", None
+        text = re.sub(r"\A\s*(<\|python_tag\|>|```json)?\s*|\s*```\s*\Z", "", reply)
         try:
-            calls = read_calls(re.sub(r"\s*```\s*\Z", "", text), form, self._functions)
+            calls = read_calls(text, form, self._functions)
         except ValueError:
             return Parts(content=reply)
         if any(call.name not in self._functions for call in calls):
@@ -145,24 +155,32 @@ class MarkedParser:
         form = self._form
         assert form is not None
         end = form.end or form.begin
-        while (start := self._held.find(end, self._searched)) >= 0:
+        while self._tries < _MOST_TRIES and (start := self._held.find(end, self._searched)) >= 0:
             try:
-                calls = read_calls(self._held[:start], form, self._functions)
+                calls, rest = self._first_calls(self._held[:start], form)
             except ValueError:
                 self._searched = start + 1  # the end may be in a text of the arguments
+                self._tries += 1
                 continue
-            self._held, self._searched = self._held[start + len(end) :], 0
+            self._held, self._searched, self._tries = self._held[start + len(end) :], 0, 0
             self._read = self._content if form.end else self._calls
-            return Parts(calls=tuple(calls))
+            return Parts(content=rest, calls=tuple(calls))
         self._searched = max(self._searched, len(self._held) - len(end) + 1)
         if not last:
             return Parts()
         section, self._held, self._form = self._held, "", None
         self._read = self._content
         try:
-            return Parts(calls=tuple(read_calls(section, form, self._functions)))
+            calls, rest = self._first_calls(section, form)
         except ValueError:
             return Parts(content=self._begin + section)
+        return Parts(content=rest, calls=tuple(calls))
+
+    def _first_calls(self, section: str, form: CallFormat) -> tuple[list[Call], str]:
+        """The calls of a section, and what follows them, where no end mark says that all of it is calls."""
+        if form.end:
+            return read_calls(section, form, self._functions), ""
+        return first_calls(section, form, self._functions)
 
 
 class HarmonyParser:
@@ -181,6 +199,7 @@ class HarmonyParser:
         self._reasons: bool | None = None  # of the part that is being read; None between two
         self._header = ""  # of the call that is being read
         self._name = ""  # and its function
+        self._searched = 0  # characters of `_held` where no mark that is awaited begins
 
     def add(self, text: str, last: bool = False) -> Parts:
         self._held += text
@@ -191,10 +210,10 @@ class HarmonyParser:
                 parts += Parts(content=before)
                 if not begun:
                     break
+            if self._name and not last and not self._has(_END):
+                break
             body, end, rest = self._held.partition(_END)
             if self._name:
-                if not end and not last:
-                    break
                 parts += self._call(body)
                 self._held, self._reasons, self._name = rest, None, ""
                 continue
@@ -206,6 +225,12 @@ class HarmonyParser:
                 break
             self._reasons = None
         return parts
+
+    def _has(self, mark: str) -> bool:
+        """Whether a mark has come; what was looked at before is not again."""
+        has = self._held.find(mark, self._searched) >= 0
+        self._searched = 0 if has else max(0, len(self._held) - len(mark) + 1)
+        return has
 
     def _call(self, body: str) -> Parts:
         """The call whose arguments these are; content where they are none."""
@@ -221,7 +246,7 @@ class HarmonyParser:
         if not any(held.startswith(mark) or (mark.startswith(held) and not last) for mark in _BEFORE_BODIES):
             self._reasons = False
             return True, ""
-        if _MESSAGE not in held:
+        if not self._has(_MESSAGE):
             return False, ""
         before, _, self._held = held.partition(_MESSAGE)
         before = before.removeprefix(f"{_START}assistant")
@@ -231,3 +256,9 @@ class HarmonyParser:
             self._header, self._name = before + _MESSAGE, called[1]
             return True, ""
         return True, before + _MESSAGE if called else ""
+
+
+def _may_begin(reply: str) -> bool:
+    """Whether a reply may be a call in JSON, perhaps after a mark, by its begin."""
+    text = reply.lstrip()
+    return not text or text[0] in "{[" or any(text.startswith(m) or m.startswith(text) for m in _BEFORE_JSON)

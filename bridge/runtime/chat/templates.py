@@ -69,19 +69,22 @@ class ChatTemplate:
         if self.call_format is HARMONY:
             messages = [_without_channels(message) for message in messages]
         conversations = [list(messages)]
-        if not self.takes_tools:
-            conversations = [_described(messages, extra.pop("tools", None) or [])]
+        if extra.get("tools"):
+            extra["tools"] = [_with_all_keys(tool) for tool in extra["tools"]]
+        if not self.takes_tools and (tools := extra.pop("tools", None)):
+            conversations = [_described(messages, tools)]
         elif "tool_calls" not in template:
             conversations = [[_with_calls_in_content(message, self.call_format) for message in messages]]
         elif any(message.get("tool_calls") for message in messages):
             conversations.insert(0, [_with_objects(message) for message in messages])
+            conversations += [_one_call_each(conversation) for conversation in conversations]
         bos, eos = tokenizer.text(tokenizer.bos), tokenizer.text(tokenizer.eos)
         texts = render_chats(
             template, [(conversation, True) for conversation in conversations], {"bos_token": bos, "eos_token": eos},
             options=extra,
         )  # fmt: skip
-        objects_first = not isinstance(texts[0], TemplateFailed) and not _has_python(texts[0], conversations[0])
-        text = texts[0] if objects_first else texts[-1]
+        rendered = [(text, talk) for text, talk in zip(texts, conversations, strict=True) if isinstance(text, str)]
+        text = next((text for text, talk in rendered if not _has_python(text, talk)), texts[0])
         if isinstance(text, TemplateFailed):
             raise BridgeError(f"{self._path}: the chat template cannot be used: {text}") from text
         return text
@@ -102,6 +105,34 @@ def _without_channels(message: Mapping[str, Any]) -> Mapping[str, Any]:
         if parts.reasoning:
             changed.setdefault("thinking", parts.reasoning)
     return changed
+
+
+def _with_all_keys(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A tool whose function has a description and parameters, which templates ask for and requests may leave out."""
+    function = tool.get("function")
+    if not isinstance(function, Mapping):
+        return tool
+    given = {key: value for key, value in function.items() if value is not None}
+    parameters = {"type": "object", "properties": {}, **given.get("parameters", {})}
+    return {**tool, "function": {"description": "", **given, "parameters": parameters}}
+
+
+def _one_call_each(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """A conversation whose messages have one call at most, each before its result, as some templates want it."""
+    results = {message.get("tool_call_id"): message for message in messages if message.get("role") == "tool"}
+    turns: list[Mapping[str, Any]] = []
+    moved: list[Mapping[str, Any]] = []
+    for message in messages:
+        calls = message.get("tool_calls")
+        if not isinstance(calls, list) or len(calls) < 2:
+            turns += [] if any(message is result for result in moved) else [message]
+            continue
+        for number, call in enumerate(calls):
+            turns.append({**message, "content": message.get("content") if not number else "", "tool_calls": [call]})
+            if isinstance(call, Mapping) and (result := results.get(call.get("id"))) is not None:
+                turns.append(result)
+                moved.append(result)
+    return turns
 
 
 def _with_objects(message: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -149,8 +180,6 @@ def _described(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[st
             told.append({"role": "user", "content": f"The function's result: {message.get('content')}"})
         else:
             told.append(_with_calls_in_content(message, JSON))
-    if tools:
-        listed = "\n".join(json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools)
-        first = told[0] if told else {"role": "user", "content": ""}
-        told[:1] = [{**first, "content": f"{_TOOLS}{listed}\n\n{first.get('content', '')}".rstrip()}]
-    return told
+    listed = "\n".join(json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools)
+    first = told[0] if told else {"role": "user", "content": ""}
+    return [{**first, "content": f"{_TOOLS}{listed}\n\n{first.get('content', '')}".rstrip()}, *told[1:]]
