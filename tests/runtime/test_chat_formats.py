@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from bridge.runtime.chat.formats import FORMATS, HARMONY, JSON, CallFormat, call
 from bridge.runtime.chat.parser import Parts
 from bridge.runtime.chat.reading import read_calls
 from bridge.runtime.chat.reply_form import ReplyForm
+from bridge.runtime.chat.templates import ChatTemplate
 
 WEATHER = {
     "type": "object", "required": ["city"],
@@ -319,3 +321,179 @@ def test_a_template_is_known_by_its_marks(name: str) -> None:
     template = " ".join(["{{ tools }}", *form.marks])
     assert call_format(template, True) == form
     assert call_format(template, False) in (JSON, HARMONY)
+
+
+# --- what models write beside what they should ---
+
+
+def calls_of(name: str, reply: str, functions: Any = FUNCTIONS) -> list[tuple[str, Any]]:
+    """The calls of a reply, which are the same whatever the pieces that it comes in."""
+    form = form_of(ALL[name])
+    found = [read_in_pieces(lambda: form.parser([], functions), reply, size) for size in (1, 2, 9999)]
+    calls = [[(call.name, json.loads(call.arguments)) for call in parts.calls] for parts in found]
+    assert calls[0] == calls[1] == calls[2]
+    return calls[0]
+
+
+@pytest.mark.parametrize("name", ["JSON", "Llama 3"])
+def test_a_call_may_stand_in_a_fence_or_after_a_mark(name: str) -> None:
+    for reply in (f"```json\n{REPLIES[name]}\n```", f"<|python_tag|>{REPLIES[name]}", f"\n {REPLIES[name]} "):
+        assert calls_of(name, reply) == [("get_weather", ARGUMENTS)]
+    assert calls_of(name, "```python\nprint(1)\n```") == []
+
+
+@pytest.mark.parametrize("name", ["Granite 3", "Mistral: Nemo, 7B", "Solar Open", "Mistral: Devstral, Ministral"])
+def test_text_after_calls_without_an_end_is_content(name: str) -> None:
+    reply = REPLIES[name] + "\nI called it."
+    assert [called for called, _ in calls_of(name, reply)] == ["get_weather", "time"]
+    assert form_of(ALL[name]).parser([], FUNCTIONS).add(reply, True).content == "I called it."
+
+
+@pytest.mark.parametrize("name", ["Jamba, Hunyuan, Apriel", "LFM2", "Nemotron Nano", "Granite 3"])
+def test_no_calls_are_content(name: str) -> None:
+    form = ALL[name]
+    for inner in ("", " ", "[]"[: 2 * form.listed]):
+        reply = f"Hi {form.begin}{inner}{form.end}"
+        assert form_of(form).parser([], FUNCTIONS).add(reply, True) == Parts(content=reply)
+
+
+def test_a_value_may_have_its_own_end_within() -> None:
+    reply = REPLIES["Qwen3-Coder, Qwen3.5, Nemotron 3"].replace("Paris", "a</parameter>b</function>")
+    assert calls_of("Qwen3-Coder, Qwen3.5, Nemotron 3", reply)[0][1]["city"] == "a</parameter>b</function>"
+
+
+def test_a_number_that_no_float_holds_loses_no_call() -> None:
+    reply = '<tool_call>\n{"name": "time", "arguments": {"a": 3e999, "b": -1e400}}\n</tool_call>'
+    ((_, arguments),) = calls_of("Hermes, Qwen, Granite 4", reply)
+    assert arguments == {"a": 1.7976931348623157e308, "b": -1.7976931348623157e308}
+
+
+def test_a_function_and_keywords_of_python_may_have_any_name() -> None:
+    reply = """<|tool_call_start|>[get-weather(from='it"s', to-x=-1.5, all=[True, None, {'a': (1, 2)}], x=true)]"""
+    called = calls_of("LFM2", reply + "<|tool_call_end|>")
+    assert called == [("get-weather", {"from": 'it"s', "to-x": -1.5, "all": [True, None, {"a": [1, 2]}], "x": True})]
+
+
+POINT = {"type": "object", "properties": {"x y": {"type": "string"}}, "required": ["x y"]}
+PYDANTIC = {  # optional values, another model, a list of them, anything, a tree
+    "type": "object", "required": ["name", "at", "all", "more", "mode"], "$defs": {"P": POINT},
+    "properties": {
+        "name": {"anyOf": [{"type": "string"}, {"type": "null"}]}, "at": {"$ref": "#/$defs/P"},
+        "all": {"type": "array", "items": {"$ref": "#/$defs/P"}}, "more": {}, "mode": {"enum": ["a b", 1, None]},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("value", ["New York", None])
+@pytest.mark.parametrize(
+    ("name", "written"),
+    [
+        ("Gemma 4", 'name:{},at:{{x y:<|"|>p<|"|>}},all:[{{x y:<|"|>q<|"|>}}],more:{{k:[1,<|"|>z<|"|>]}},'
+                    'mode:<|"|>a b<|"|>'),
+        ("LFM2", 'name={}, at={{"x y": "p"}}, all=[{{"x y": "q"}}], more={{"k": [1, "z"]}}, mode="a b"'),
+    ],
+)  # fmt: skip
+def test_values_may_be_missing_and_of_other_schemas(name: str, written: str, value: str | None) -> None:
+    form, functions = ALL[name], {"f": PYDANTIC}
+    quoted = "null" if value is None else f'<|"|>{value}<|"|>' if name == "Gemma 4" else json.dumps(value)
+    inner = written.format(quoted)
+    reply = f"{form.begin}{f'call:f{{{inner}}}' if name == 'Gemma 4' else f'f({inner})'}{form.end}"
+    wanted = {"name": value, "at": {"x y": "p"}, "all": [{"x y": "q"}], "more": {"k": [1, "z"]}, "mode": "a b"}
+    assert calls_of(name, reply, functions) == [("f", wanted)]
+    grammar = form_of(form).grammar([], "", functions, several=False)
+    assert accepts(form_of(form), grammar, reply)
+    assert not accepts(form_of(form), grammar, reply.replace("a b", "a c"))
+
+
+def test_a_tree_contains_itself() -> None:
+    tree = {"type": "object", "properties": {"left": {"$ref": "#"}}}
+    grammar = form_of(ALL["Gemma 4"]).grammar([], "", {"f": tree}, several=False)
+    for reply in ("call:f{}", "call:f{left:{left:{left:{}}}}"):
+        assert accepts(form_of(ALL["Gemma 4"]), grammar, f"<|tool_call>{reply}<tool_call|>")
+
+
+def test_one_call_is_one_and_other_control_tokens_stay_free() -> None:
+    form = form_of(HERMES, "<|content|>")
+    grammar = form.grammar([], "", FUNCTIONS, several=False, free=True)
+    call = '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>'
+    for reply in ("<|content|>Hello<|content|>", f"<|content|>So: {call}", f"So: {call} Then?"):
+        assert accepts(form, grammar, reply)
+    assert not accepts(form, grammar, f"{call}\n{call}")
+
+
+@pytest.mark.parametrize(
+    ("name", "reply"),
+    [("Qwen3-Coder, Qwen3.5, Nemotron 3", "<tool_call><function=f><parameter=a>" + "</tool_call>" * 9000),
+     ("harmony", "<|channel|>commentary to=functions.f<|message|>" + "x" * 100_000),
+     ("harmony", "<|channel|>" + "x" * 100_000), ("JSON", " " * 100_000), (HERMES.name, " " * 100_000)],
+    ids=["ends", "call", "header", "spaces before JSON", "spaces"],
+)  # fmt: skip
+def test_long_replies_in_small_pieces_are_read_in_time(name: str, reply: str) -> None:
+    """A quadratic one would take minutes, and the run's limit of time ends it."""
+    parts = read_in_pieces(lambda: form_of(ALL[name]).parser([], FUNCTIONS), reply, 1)
+    assert parts.content.strip() == ("" if name == "harmony" and "to=" not in reply else reply.strip())
+
+
+# --- messages and tools in the forms that templates take ---
+
+
+class Texts:
+    """In place of a tokenizer: prompts stay texts."""
+
+    bos = eos = None
+
+    def text(self, token: Any) -> str:
+        return ""
+
+    def encode(self, text: str, add_special: bool) -> Any:
+        return text
+
+
+def prompt_of(template: str, messages: list[Any], tools: Any = None) -> Any:
+    texts: Any = Texts()
+    made = ChatTemplate({"tokenizer.chat_template": template}, Path("m.gguf"))
+    return made.tokens(texts, messages, {"tools": tools} if tools else None)
+
+
+def called(*names: str) -> dict[str, Any]:
+    calls = [{"id": name, "function": {"name": name, "arguments": '{"a": "b"}'}} for name in names]
+    return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+def test_a_function_has_a_description_and_parameters() -> None:
+    template = (
+        "{% for tool in tools %}{% set f = tool.function %}{{ f.name + f.description }}{{ f.parameters.properties }}"
+        "{% endfor %}"
+    )
+    user = [{"role": "user", "content": "u"}]
+    for given in ({}, {"description": None, "parameters": None}, {"parameters": {}}):
+        function = {"name": "f", **given}
+        assert prompt_of(template, user, [{"type": "function", "function": function}]) == "f{}"
+
+
+def test_arguments_are_objects_or_texts_as_a_template_wants_them() -> None:
+    for_objects = "{% for c in messages[0].tool_calls %}{{ c.function.arguments | tojson }}{% endfor %}"
+    for_texts = for_objects.replace(" | tojson", "")
+    adding = for_objects.replace("c.function.arguments | tojson", "'' + c.function.arguments")
+    for template in (for_objects, for_texts, adding):
+        assert prompt_of("{{ tools }}" + template, [called("f")]) == '{"a": "b"}'
+
+
+def test_a_template_that_takes_one_call_gets_one_at_a_time() -> None:
+    template = (
+        "{{ tools }}{% for m in messages %}"
+        "{% if (m.tool_calls or []) | length > 1 %}{{ raise_exception('one') }}{% endif %}"
+        "{{ m.role }} {{ m.tool_calls[0].id if m.tool_calls else m.content }}\n{% endfor %}"
+    )
+    talk = [called("f", "g"), {"role": "tool", "tool_call_id": "f", "content": "1"},
+            {"role": "tool", "tool_call_id": "g", "content": "2"}, {"role": "user", "content": "u"}]  # fmt: skip
+    assert prompt_of(template, talk) == "assistant f\ntool 1\nassistant g\ntool 2\nuser u\n"
+
+
+def test_tools_are_told_to_a_template_without_them() -> None:
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    talk = [{"role": "user", "content": "u"}, called("f"), {"role": "tool", "tool_call_id": "f", "content": "1"}]
+    prompt = prompt_of(template, talk, [{"type": "function", "function": {"name": "f"}}])
+    assert prompt.startswith("user: You can call functions.")
+    assert '{"description": "", "name": "f", ' in prompt
+    assert prompt.endswith('u\nassistant: {"name": "f", "arguments": {"a": "b"}}\nuser: The function\'s result: 1\n')

@@ -137,6 +137,15 @@ REFUSED = [
     ({"tools": TOOLS, "tool_choice": "some"}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
     ({"tool_choice": "required"}, "tool_choice"),
+    ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": ["time"]}}}, "tool_choice"),
+    (
+        {"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "array"}}}]},
+        "tools[0].function.parameters",
+    ),
+    *(
+        ({"messages": [*SAY, {"role": "assistant", "content": "", "tool_calls": calls}]}, "messages[1].tool_calls")
+        for calls in (5, "a", [None], ["a"], {"a": 1}, [{"function": {"name": "f"}}])
+    ),
 ]
 
 
@@ -145,6 +154,13 @@ def test_tools_that_make_no_sense_are_refused(body: dict[str, Any], field: str, 
     answer = client.post(CHATS, json={"messages": SAY, **body})
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == field
+
+
+def test_system_messages_are_one(client: Any, reference: Model) -> None:
+    talk = [{"role": "system", "content": "A"}, {"role": "developer", "content": "B"}, *SAY]
+    found = chat(client, messages=talk, max_tokens=5)["choices"][0]["message"]["content"]
+    prompt = "system: A\n\nB\nuser: Speak.\nassistant: "
+    assert found == "".join(reference.generate(prompt, 5, temperature=0))
 
 
 def test_a_loop_of_openais_client_calls_a_tool_and_goes_on(running: Server) -> None:

@@ -5,6 +5,7 @@ import json
 import re
 import secrets
 import string
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -16,12 +17,20 @@ from bridge.runtime.chat.schemas import Schema, alternatives, property_of, schem
 Functions = Mapping[str, Schema]  # the JSON schema of each function's parameters, by its name
 
 PLACEHOLDER = re.compile(r"\{(name|number|id|arguments|json|parameters|elements|gemma|keywords|key|value|text)\}")
-_DECODER = json.JSONDecoder()
+_LARGEST = sys.float_info.max
 _NAME = re.compile(r"[\w./-]+")
 _ID = re.compile(r"[^\s<\[]+")
 _NUMBER = re.compile(r"[0-9]+")
 _NAMES, _ARGUMENTS = ("name", "tool_name"), ("arguments", "parameters")
 _IDS = string.ascii_letters + string.digits
+
+
+def _finite(text: str) -> float:
+    """A number as JSON has it; one that float64 does not hold, as the largest that it does."""
+    return max(-_LARGEST, min(_LARGEST, float(text)))
+
+
+_DECODER = json.JSONDecoder(parse_float=_finite)
 
 
 def _new_id() -> str:
@@ -286,7 +295,7 @@ def _value_of(text: str) -> Any:
     words = {"True": True, "False": False, "None": None}
     if text.strip() in words:
         return words[text.strip()]
-    for read in (json.loads, ast.literal_eval):
+    for read in (_DECODER.decode, ast.literal_eval):
         with suppress(ValueError, SyntaxError):
             value = read(text.strip())
             return value if isinstance(value, str | int | float | list | dict | None) else text
@@ -310,7 +319,7 @@ def _pattern_of(form: CallFormat) -> re.Pattern[str]:
 
     A value may have the text after it within, unless the next parameter or the end of the call follows that.
     """
-    groups = {"key": '(?P<key>[^<>"]+)', "value": "(?P<value>(?s:.*?))", "text": "(?P<text>true|false)"}
+    groups = {"key": "(?P<key>.+?)", "value": "(?P<value>(?s:.*?))", "text": "(?P<text>true|false)"}
     parts = PLACEHOLDER.split(form.parameter)
     pattern = [groups[part] if n % 2 else re.escape(part).replace("\\\n", "\n?") for n, part in enumerate(parts)]
     after = form.call.partition("{parameters}")[2].strip()
