@@ -62,8 +62,7 @@ class Bar:
     def text(self) -> str:
         """What is shown now."""
         done, total = self._count if self._follow is None else self._follow()
-        share = f" ({done * 100 // total}%)" if total else ""
-        text = f"{self.verb}: {self._amount(done, total)}{share}"
+        text = f"{self.verb}: {self._amount(done, total)} ({done * 100 // total}%)" if total else self.verb
         return _line(text, self._left(done, total)) + (f"; {self._name}" if self._name else "")
 
     def _amount(self, done: int, total: int) -> str:

@@ -51,6 +51,11 @@ def test_a_conversation_is_saved_with_its_system_message(chat: Callable[..., str
     assert chat(f"/save {file}") == f"not saved: {file}: exists\n"
 
 
+@pytest.mark.parametrize("end", ["/exit", "/bye", "/quit"])
+def test_a_chat_ends_as_in_other_programs(end: str, chat: Callable[..., str]) -> None:
+    assert chat(end, "/hello") == ""
+
+
 def test_commands_are_listed_and_unknown_ones_told(chat: Callable[..., str]) -> None:
     said = chat("/help", "/hello", "/save", "/exit", "/help").splitlines()
     assert [line.split()[0] for line in said[:5]] == ["/help", "/clear", "/save", "/system", "/exit"]

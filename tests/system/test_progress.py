@@ -94,17 +94,17 @@ def test_bars_of_one_operation_have_one_clock(monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("unit", "total", "count"),
     [
-        (" layers", 29, "3 of 29 layers (10%)"),
-        ("B", 29_000_000, "0.0 of 29.0 MB (0%)"),
-        ("B", 2_500_000_000, "0.00 of 2.50 GB (0%)"),
-        (" tensors", 0, "3 of 0 tensors, 0 s"),
+        (" layers", 29, ": 3 of 29 layers (10%)"),
+        ("B", 29_000_000, ": 0.0 of 29.0 MB (0%)"),
+        ("B", 2_500_000_000, ": 0.00 of 2.50 GB (0%)"),
+        (" tensors", 0, ", 0 s"),
     ],
 )
 def test_bytes_are_told_as_mb_or_gb(monkeypatch, unit, total, count) -> None:
     at_a_terminal(monkeypatch)
     with Bar("working", unit=unit) as bar:
         bar(3, total, "")
-        assert bar.text().startswith(f"working: {count}")
+        assert bar.text().startswith(f"working{count}")
 
 
 def test_work_that_does_not_report_is_followed(monkeypatch) -> None:
@@ -229,8 +229,8 @@ def test_what_work_took_is_told_in_the_same_form() -> None:
         ("verify GGUF MODEL", ["reading MODEL", "verifying: "]),
         ("export GGUF OUT", ["reading GGUF", "exporting: "]),
         ("plan MODEL", ["reading MODEL", "planning: "]),
-        ("run GGUF -p KING -n 2", ["run: starting", "loading GGUF", "reading the prompt: "]),
-        ("run GGUF -p KING -n 2 --logprobs 1", ["loading GGUF", "reading the prompt: "]),
+        ("run GGUF -p KING -n 2", ["run: starting", "loading GGUF", "reading the prompt"]),
+        ("run GGUF -p KING -n 2 --logprobs 1", ["loading GGUF", "reading the prompt"]),
         ("perplexity GGUF -f TEXT --length 16 --windows 1", ["loading GGUF", "cutting TEXT into", "measuring: "]),
         ("bench GGUF", ["reading GGUF", "timing: "]),
         ("warmup GGUF", ["loading GGUF"]),

@@ -86,7 +86,7 @@ def chat(a: argparse.Namespace) -> int:
 
 def command(talk: "Conversation", name: str, argument: str) -> bool:
     """Do what a line with a command asks for; returns whether the conversation goes on."""
-    if name == "/exit":
+    if name in ("/exit", "/bye", "/quit"):  # as other programs call it
         return False
     if name == "/clear":
         talk.clear()
