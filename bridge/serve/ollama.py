@@ -163,15 +163,16 @@ def _message(message: Any, where: str) -> Any:
     """A message in OpenAI's form; what is wrong with one is found there."""
     fields = RequestFields(message, where)
     fields.unchanged("images", [])
-    kept = {name: value for name, value in fields.left.items() if name not in ("thinking", "tool_calls", "tool_name")}
+    of_ollama = ("thinking", "tool_calls", "tool_name")
+    converted = {name: value for name, value in fields.left.items() if name not in of_ollama}
     if thinking := fields.take("thinking", _TEXT, ""):
-        kept["reasoning_content"] = thinking
+        converted["reasoning_content"] = thinking
     if name := fields.take("tool_name", _TEXT, ""):
-        kept["name"] = name
+        converted["name"] = name
     calls = fields.take("tool_calls", of_type(list, "a list of calls"), [])
     if calls:
-        kept["tool_calls"] = [_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
-    return kept
+        converted["tool_calls"] = [_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
+    return converted
 
 
 def _call(call: Any, where: str) -> dict[str, Any]:

@@ -82,7 +82,11 @@ class MarkedParser:
         if text.startswith(begin):
             self._held, self._read = text[len(begin) :], self._reasoning
         elif last or not begin.startswith(text):
-            self._read = self._answer if self._form is not None and self._form.answer else self._content
+            self._read = self._after_thought
+        return Parts()
+
+    def _after_thought(self, last: bool) -> Parts:
+        self._read = self._answer if self._form is not None and self._form.answer else self._content
         return Parts()
 
     def _reasoning(self, last: bool) -> Parts:
@@ -96,7 +100,7 @@ class MarkedParser:
         """The white space after what the model thinks."""
         self._held = self._held.lstrip()
         if self._held:
-            self._read = self._answer if self._form is not None and self._form.answer else self._content
+            self._read = self._after_thought
         return Parts()
 
     def _answer(self, last: bool) -> Parts:
@@ -117,10 +121,10 @@ class MarkedParser:
             return self._whole_reply(last)
         text, mark, rest = self._held.partition(self._form.begin)
         if mark:
-            said = text.rstrip()
-            self._begin = text[len(said) :] + mark
+            content = text.rstrip()
+            self._begin = text[len(content) :] + mark
             self._held, self._read, self._searched = rest, self._calls, 0
-            return Parts(content=said)
+            return Parts(content=content)
         return Parts(content=self._shown(self._form.begin, last))
 
     def _shown(self, mark: str, last: bool) -> str:

@@ -63,7 +63,7 @@ def first_calls(section: str, form: CallFormat, functions: Functions) -> tuple[l
         raise ValueError(f"nested too deeply, or not of this syntax: {type(problem).__name__}") from None
 
 
-def call_of(value: Any, functions: Functions) -> Call:
+def _call_of(value: Any, functions: Functions) -> Call:
     """The call that a JSON object with a name and arguments is."""
     if isinstance(value, dict) and isinstance(value.get("function"), dict):
         value = {**value, **value["function"]}
@@ -125,7 +125,7 @@ class _Section:
                     raise ValueError(f"{part.strip()} is missing")
             elif part == "json":
                 value = self._json()
-                return [call_of(one, self._functions) for one in (value if isinstance(value, list) else [value])]
+                return [_call_of(one, self._functions) for one in (value if isinstance(value, list) else [value])]
             elif part == "name":
                 name = self._read(_NAME)
                 self._root = self._functions.get(name, {})
@@ -139,18 +139,18 @@ class _Section:
 
     def _match(self, pattern: str) -> re.Match[str] | None:
         """Go past what matches here."""
-        found = re.compile(pattern).match(self._text, self._at)
-        if found is not None:
-            self._at = found.end()
-        return found
+        match = re.compile(pattern).match(self._text, self._at)
+        if match is not None:
+            self._at = match.end()
+        return match
 
     def _read(self, pattern: re.Pattern[str]) -> str:
         """The text that must match here."""
-        found = pattern.match(self._text, self._at)
-        if found is None:
+        match = pattern.match(self._text, self._at)
+        if match is None:
             raise ValueError("a name is missing")
-        self._at = found.end()
-        return found[0]
+        self._at = match.end()
+        return match[0]
 
     def _json(self) -> Any:
         self._match(r"\s*")
@@ -163,12 +163,12 @@ class _Section:
     def _parameters(self, schema: Schema) -> dict[str, Any]:
         assert self._parameter is not None
         values = {}
-        while (found := self._parameter.match(self._text, self._at)) is not None:
-            self._at = found.end()
-            key, value = found["key"], found["value"]
+        while (match := self._parameter.match(self._text, self._at)) is not None:
+            self._at = match.end()
+            key, value = match["key"], match["value"]
             if value.startswith("<![CDATA[") and value.endswith("]]>"):
                 values[key] = value[9:-3]
-            elif found.groupdict().get("text") == "true":
+            elif match.groupdict().get("text") == "true":
                 values[key] = value
             else:
                 values[key] = self._typed(value, property_of(schema, key, self._root))
@@ -207,9 +207,9 @@ class _Section:
         listed = any(kind.get("type") == "array" for kind in kinds)
         begin = re.compile(rf"\s*{re.escape(ELEMENT)}<([^<>/\s]+)>")
         entries: list[tuple[str, Any]] = []
-        while (found := begin.match(self._text, self._at)) is not None:
-            self._at = found.end()
-            key = found[1]
+        while (match := begin.match(self._text, self._at)) is not None:
+            self._at = match.end()
+            key = match[1]
             items = next((schema_of(kind.get("items")) for kind in kinds if kind.get("type") == "array"), {})
             entries.append((key, self._elements(items if listed else property_of(schema, key, self._root))))
             if self._match(rf"\s*{re.escape(ELEMENT)}</{re.escape(key)}>") is None:
@@ -258,10 +258,10 @@ class _Section:
         elif self._match(r"\s*(?=\")") is not None:
             key = str(self._json())
         else:
-            found = self._match(r"\s*([^:{},]+?)(?=\s*:)")
-            if found is None:
+            match = self._match(r"\s*([^:{},]+?)(?=\s*:)")
+            if match is None:
                 raise ValueError("a key is missing")
-            key = found[1]
+            key = match[1]
         if self._match(r"\s*:") is None:
             raise ValueError("a value is missing")
         return key

@@ -23,23 +23,15 @@ class ReplyForm:
         self._tokenizer = tokenizer
         self._marks = thinking_marks(template)
         self._may_think = self._marks.end in template
-        self._mark_tokens = self._tokens_in([self._marks.begin, self._marks.end])
-        self._call_tokens = self._tokens_in(calls.literals)
-        control = {token for token, kind in enumerate(tokenizer.types) if kind == CONTROL}
-        self._others = control - tokenizer.stops
+        control = [(tokenizer.tokens[token], token) for token, kind in enumerate(tokenizer.types) if kind == CONTROL]
+        self._mark_tokens = _part_of(control, [self._marks.begin, self._marks.end])
+        self._call_tokens = _part_of(control, calls.literals)
+        self._others = {token for _, token in control} - tokenizer.stops
 
     @property
     def thinks(self) -> bool:
         """Whether the template knows what the model thinks before it answers."""
         return self._may_think or self.calls is HARMONY
-
-    def _tokens_in(self, literals: Sequence[str]) -> dict[str, int]:
-        """The control tokens that are part of texts."""
-        types = self._tokenizer.types
-        return {
-            text: token for token, text in enumerate(self._tokenizer.tokens)
-            if types[token] == CONTROL and len(text) > 1 and any(text in literal for literal in literals)
-        }  # fmt: skip
 
     def shown(self, tools: bool) -> frozenset[int]:
         """The control tokens whose text a parser needs."""
@@ -50,8 +42,9 @@ class ReplyForm:
         """What takes a reply to a prompt apart; `functions`: what it may call, None: what may be calls is content."""
         if self.calls is HARMONY:
             return HarmonyParser(functions is not None)
-        thinks = self._tail(prompt).endswith(self._marks.begin.rstrip())
-        return MarkedParser(self._marks, thinks, None if functions is None else self.calls, functions or {})
+        return MarkedParser(
+            self._marks, self._has_begun(self._tail(prompt)), None if functions is None else self.calls, functions or {}
+        )
 
     @property
     def has_begin(self) -> bool:
@@ -63,7 +56,7 @@ class ReplyForm:
     ) -> str:
         """The grammar of a reply to a prompt, see `ReplyGrammar.text`."""
         tail = self._tail(prompt)
-        thinks = tail.endswith(self._marks.begin.rstrip())
+        thinks = self._has_begun(tail)
         may_think = thinks or (self._may_think and not tail.endswith(self._marks.end))
         marks = self._marks if may_think else None
         tokens = self._mark_tokens | self._call_tokens
@@ -72,3 +65,12 @@ class ReplyForm:
 
     def _tail(self, prompt: Sequence[int]) -> str:
         return self._tokenizer.decode(prompt[-_TAIL:], special=True).rstrip()
+
+    def _has_begun(self, tail: str) -> bool:
+        """Whether a prompt that ends so has begun what the model thinks."""
+        return tail.endswith(self._marks.begin.rstrip())
+
+
+def _part_of(control: Sequence[tuple[str, int]], literals: Sequence[str]) -> dict[str, int]:
+    """The control tokens, by their texts, that texts consist of."""
+    return {text: token for text, token in control if len(text) > 1 and any(text in literal for literal in literals)}

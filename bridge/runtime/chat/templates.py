@@ -77,7 +77,8 @@ class ChatTemplate:
             conversations = [[_with_calls_in_content(message, self.call_format) for message in messages]]
         elif any(message.get("tool_calls") for message in messages):
             conversations.insert(0, [_with_objects(message) for message in messages])
-            conversations += [_one_call_each(conversation) for conversation in conversations]
+            if any(len(message.get("tool_calls") or ()) > 1 for message in messages):
+                conversations += [_one_call_each(conversation) for conversation in conversations]
         bos, eos = tokenizer.text(tokenizer.bos), tokenizer.text(tokenizer.eos)
         texts = render_chats(
             template, [(conversation, True) for conversation in conversations], {"bos_token": bos, "eos_token": eos},
