@@ -24,10 +24,11 @@ from bridge.runtime.model import Model
 from bridge.runtime.replies.scoring import Pooler
 from bridge.serve import llama_server, ollama, request_json, responses_request
 from bridge.serve.engine import Engine, Job, Refused, Stream, Update
+from bridge.serve.jobs import ReplyJobs, embedding_jobs, reply_jobs
 from bridge.serve.metrics import Metrics
 from bridge.serve.ollama_answer import OllamaAnswer
 from bridge.serve.ollama_answer import problem as ollama_problem
-from bridge.serve.request_json import BadRequest, EmbeddingRequest, ReplyJobs, ReplyRequest
+from bridge.serve.request_json import BadRequest, EmbeddingRequest, ReplyRequest
 from bridge.serve.response_json import (
     Answer,
     ChatAnswer,
@@ -273,7 +274,7 @@ class _Server:
     ) -> tuple[list[np.ndarray], int, EmbeddingRequest]:
         def make(body: Any, awaited: Callable[[], bool]) -> tuple[EmbeddingRequest, list[Job], list[Pooler]]:
             asked = read(body, self.model, self.limits.pooling)
-            return asked, *request_json.embedding_jobs(asked, self.model, awaited)
+            return asked, *embedding_jobs(asked, self.model, awaited)
 
         asked, jobs, poolers = await self._prepared(request, make)
         size = self.limits.sequences
@@ -332,7 +333,7 @@ class _Server:
     ) -> Response:
         def make(body: Any, awaited: Callable[[], bool]) -> tuple[ReplyRequest, ReplyJobs]:
             asked = read(body, self.model, self.limits.sampling)
-            return asked, request_json.reply_jobs(asked, self.model, self.engine.most, awaited)
+            return asked, reply_jobs(asked, self.model, self.engine.most, awaited)
 
         asked, jobs = await self._prepared(request, make)
         answer = answer_of(asked)

@@ -24,7 +24,7 @@ from bridge.runtime.chat.reply_form import ReplyForm
 from bridge.runtime.decoder.decoder import Decoder
 from bridge.runtime.model import Model
 from bridge.runtime.tokenizer import Tokenizer
-from bridge.serve import app, request_json
+from bridge.serve import app, jobs, request_json
 from bridge.serve.app import Limits, make_app
 from bridge.serve.engine import Engine, Stream
 from tests.conftest import PATIENCE
@@ -220,7 +220,7 @@ def test_embeddings_of_fewer_dimensions_are_the_first_ones_at_length_one(client:
 
 def test_a_reply_to_a_grammar_has_a_limit_where_the_request_gives_none(client: Any, monkeypatch: Any) -> None:
     pytest.importorskip("llguidance")
-    monkeypatch.setattr(request_json, "_GRAMMAR_TOKENS", 6)
+    monkeypatch.setattr(jobs, "_GRAMMAR_TOKENS", 6)
     form = {"type": "regex", "regex": "[a-z ]{20,100}x"}
     (cut,) = chat(client, response_format=form)["choices"]
     assert cut["finish_reason"] == "length"
@@ -460,7 +460,7 @@ def test_a_body_without_a_length_is_read_no_further_than_the_limit(model: Model,
 
 
 def test_replies_are_counted_before_anything_is_made_for_them(client: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(request_json.Sampler, "of", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(jobs.Sampler, "of", lambda *_, **__: 1 / 0)
     monkeypatch.setattr(Tokenizer, "encode", lambda *_, **__: 1 / 0)
     answer = client.post("/v1/completions", json={"prompt": ["a"] * 100_000, "n": 16})
     assert "1600000 replies are asked for; the most is 72" in answer.json()["error"]["message"]
@@ -605,7 +605,7 @@ def test_work_that_nobody_waits_for_is_told_so_and_holds_its_place(model: Model)
 
 
 def test_a_reply_that_fails_leaves_no_others_waiting(model: Model, monkeypatch: Any) -> None:
-    draw, draws = request_json.Sampler.__call__, list[int]()
+    draw, draws = jobs.Sampler.__call__, list[int]()
 
     def first_fails(sampler: Any, *row: Any) -> int:
         draws.append(1)
@@ -613,7 +613,7 @@ def test_a_reply_that_fails_leaves_no_others_waiting(model: Model, monkeypatch: 
             raise BridgeError("no token fits")
         return draw(sampler, *row)
 
-    monkeypatch.setattr(request_json.Sampler, "__call__", first_fails)
+    monkeypatch.setattr(jobs.Sampler, "__call__", first_fails)
     with client_of(model) as client:
         body = {"prompt": "a", "n": 8, "logprobs": 1, "max_tokens": 400, "logit_bias": {"0": -100}}
         answer = client.post("/v1/completions", json=body)

@@ -229,7 +229,7 @@ def test_clients_that_send_no_request_and_read_no_answer_have_limits(start: Star
 @posix
 def test_the_end_waits_for_no_work_that_nobody_wants(start: Start) -> None:
     server = start("--grace", "0", before=(
-        "import time; from bridge.serve import request_json; request_json.reply_jobs = lambda *_: time.sleep(100_000)"
+        "import time; from bridge.serve import app; app.reply_jobs = lambda *_: time.sleep(100_000)"
     ))  # fmt: skip
     connections = [sent(server, HEADERS + b'Content-Length: 14\r\n\r\n{"prompt":"a"}') for _ in range(8)]
     for connection in connections[:4]:

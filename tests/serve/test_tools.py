@@ -14,7 +14,7 @@ from bridge.runtime.chat.formats import FORMATS, HARMONY, JSON, CallFormat
 from bridge.runtime.chat.reply_form import ReplyForm
 from bridge.runtime.model import Model
 from bridge.runtime.sampling import Sampler
-from bridge.serve import request_json
+from bridge.serve import jobs
 from tests.conftest import PATIENCE
 from tests.serve.conftest import Server
 from tests.serve.test_endpoints import SAY, chat, events
@@ -38,7 +38,7 @@ def says(model: Model, monkeypatch: pytest.MonkeyPatch) -> Callable[[CallFormat,
     def answer(form: CallFormat, reply: str, template: str = "") -> None:
         monkeypatch.setitem(model.__dict__, "reply_form", ReplyForm(template, form, model.tokenizer))
         sampler = partial(Sampler.of, model.tokenizer, regex=re.escape(reply))
-        monkeypatch.setattr(request_json, "_sampler", lambda asked, model, prompt: sampler(asked.logprobs))
+        monkeypatch.setattr(jobs, "_sampler", lambda asked, model, prompt: sampler(asked.logprobs))
 
     return answer
 
