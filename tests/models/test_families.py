@@ -93,7 +93,9 @@ def test_the_docs_list_every_family_and_tell_where_it_runs() -> None:
     """A name of docs/checkpoints.md's table for each of `Family.titles`, in the row of what runs it."""
     page = (ROOT / "docs/checkpoints.md").read_text(encoding="utf-8")
     lines = page.partition("| family | `run`, `perplexity`, Python |\n|---|---|\n")[2].partition("\n\n")[0].splitlines()
-    rows = {where: names.split(", ") for names, where in (line.strip("| ").split(" | ") for line in lines)}
+    rows: dict[str, list[str]] = {}
+    for names, where in (line.strip("| ").split(" | ") for line in lines):
+        rows.setdefault(where, []).extend(names.split(", "))
     assert {*rows} - {"no, only llama.cpp"} == {"yes", "on the CPU"}
     listed = sorted(name for names in rows.values() for name in names)
     assert listed == sorted(title for family in ALL for title in family.titles)
