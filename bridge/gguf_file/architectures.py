@@ -156,6 +156,9 @@ ARCHITECTURES = {
         normed=True, pre_norm=False, post_norm=True,
         windows=Windows(4, tokens=4096, base=None, alone_rotated=True, layers=64),
     ),
+    "exaone-moe": Graph(
+        normed=True, unnormalized=True, windows=Windows(4, tokens=128, base=None, alone_rotated=True), shared_experts=0
+    ),
     "seed_oss": Graph(late_norm=True),
     "ernie4_5": Graph(neighbours=True), "ernie4_5-moe": Graph(neighbours=True), "granitemoe": Graph(neighbours=True),
     "hunyuan-dense": Graph(normed=True, norms_rotated=True), "hunyuan-moe": Graph(normed=True, norms_rotated=True),

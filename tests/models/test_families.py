@@ -130,6 +130,8 @@ def test_the_docs_list_every_family_and_tell_where_it_runs() -> None:
         ("lfm2-moe", {"use_expert_bias": False}, "use_expert_bias is False"),
         ("ernie4.5-moe", {"moe_layer_end_index": 1}, "experts in the last layer too"),
         ("ernie4.5-moe", {"moe_layer_interval": 2}, "moe_layer_interval is 2"),
+        ("exaone-moe", {"sliding_window": None}, "sliding_window is None, and no layer has a window"),
+        ("exaone-moe", {"mlp_layer_types": ["dense", "sparse", "dense", "sparse"]}, "must be dense, then sparse"),
         ("minimax-m2", {"scoring_func": "softmax"}, "scoring_func is 'softmax'"),
         ("minimax-m3", {"moe_layer_freq": [0, 1, 0, 1]}, "has experts in all layers after the first that has some"),
         ("minimax-m3", {"swiglu_limit": 5.0}, "swiglu_limit is 5.0"),

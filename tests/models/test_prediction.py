@@ -22,11 +22,13 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 TOKENS = np.random.default_rng(1).integers(0, 2048, 24).tolist()
-RUN_HERE = {"glm4-moe", "glm4-moe-lite", "qwen3.5"}
+RUN_HERE = {"glm4-moe", "glm4-moe-lite", "qwen3.5", "exaone-moe"}
 NEXTN = {"eh_proj", "enorm", "hnorm", "shared_head_norm"}
 
 
-@pytest.mark.parametrize("name", ["glm4-moe", "glm4-moe-lite", "qwen3.5", "nemotron-3-super", "glm5", "deepseek3.2"])
+@pytest.mark.parametrize(
+    "name", ["glm4-moe", "glm4-moe-lite", "qwen3.5", "nemotron-3-super", "glm5", "deepseek3.2", "exaone-moe"]
+)
 def test_a_layer_that_predicts_is_carried_with_its_codes_or_left_out(name: str, tmp_path: Path) -> None:
     write_gptq(tmp_path / "gptq", save_predicting(name, tmp_path / "float"), group_size=32)
     files, logits = [tmp_path / "with.gguf", tmp_path / "without.gguf"], []
@@ -44,12 +46,13 @@ def test_a_layer_that_predicts_is_carried_with_its_codes_or_left_out(name: str, 
     arch = with_it.metadata["general.architecture"]
     layer = without.metadata[f"{arch}.block_count"]
     assert (with_it.metadata[f"{arch}.block_count"], with_it.metadata[f"{arch}.nextn_predict_layers"]) == (layer + 1, 1)
-    assert f"{arch}.nextn_predict_layers" not in without.metadata
+    assert not without.metadata.get(f"{arch}.nextn_predict_layers")
     own = with_it.tensors.keys() - without.tensors.keys()
     assert {n.split(".")[3] for n in own if ".nextn." in n} >= NEXTN
     assert {n.split(".")[1] for n in own} == {str(layer)}
     carried = {t.kind for t in reports[0].tensors if t.name in own and t.outcome == "codes carried"}
-    assert carried >= {"attn_output"} | ({"ffn_down"} if name == "qwen3.5" else {"ffn_down_exps", "ffn_down_shexp"})
+    dense = name in ("qwen3.5", "exaone-moe")
+    assert carried >= {"attn_output"} | ({"ffn_down"} if dense else {"ffn_down_exps", "ffn_down_shexp"})
     assert any("predict further tokens at once (MTP) are dropped" in note for note in reports[1].notes)
     for first, second in zip(*np.split(np.array(logits), 2), strict=True):  # no program runs it with the others
         np.testing.assert_array_equal(first, second)
@@ -64,7 +67,7 @@ def test_a_gguf_with_a_layer_that_predicts_becomes_a_checkpoint_again(tmp_path: 
     assert failures(verify(tmp_path / "again.gguf", tmp_path / "m.gguf")) == []
 
 
-@pytest.mark.parametrize("name", ["qwen3.5", "nemotron-3-super", "glm5", "deepseek3.2"])
+@pytest.mark.parametrize("name", ["qwen3.5", "nemotron-3-super", "glm5", "deepseek3.2", "exaone-moe"])
 def test_a_float_checkpoint_gets_the_same_names_and_values_back(name: str, tmp_path: Path) -> None:
     """mtp.* where the family has that, layers after the others elsewhere; the config is made of the metadata."""
     weights = load_floats(save_predicting(name, tmp_path / "float"))
@@ -74,6 +77,12 @@ def test_a_float_checkpoint_gets_the_same_names_and_values_back(name: str, tmp_p
     assert back.keys() == weights.keys()
     for tensor, values in weights.items():
         np.testing.assert_allclose(back[tensor], values, rtol=1e-3, atol=1e-6)  # attn_k_b is F16
+
+
+def test_a_layer_that_predicts_without_experts_does_not_run_in_a_model_that_has_some(tmp_path: Path) -> None:
+    bridge.convert(save_predicting("exaone-moe", tmp_path / "float"), tmp_path / "m.gguf")
+    with pytest.raises(BridgeError, match=r"layer of exaone-moe that predicts .* \(MTP\) cannot run here$"):
+        bridge.Model.load(tmp_path / "m.gguf").prediction_head()
 
 
 def test_the_layer_of_nemotron_3_is_left_to_llama_cpp(tmp_path: Path) -> None:

@@ -72,12 +72,13 @@ PREDICTING = {
     "glm4-moe": "num_nextn_predict_layers", "glm4-moe-lite": "num_nextn_predict_layers", "qwen3-next": None,
     "qwen3.5": "mtp_num_hidden_layers", "qwen3.5-moe": "mtp_num_hidden_layers",
     **dict.fromkeys(("glm5", "deepseek3.2", "nemotron-h-moe", "nemotron-3-super"), "num_nextn_predict_layers"),
+    "exaone-moe": "num_nextn_predict_layers",
 }  # fmt: skip
 MTP = "-mtp"  # at the end of their goldens' names
 
 
 def add_prediction(name: str, folder: Path, shapes: dict[str, tuple[int, ...]]) -> None:
-    """A layer more, of the last one's shapes, named as the family's checkpoints do."""
+    """A layer more, of the last one's shapes (K-EXAONE: the first's), named as the family's checkpoints do."""
     config = json.loads((folder / "config.json").read_text())
     if (key := PREDICTING[name]) is not None:
         config[key] = 1
@@ -87,7 +88,10 @@ def add_prediction(name: str, folder: Path, shapes: dict[str, tuple[int, ...]]) 
         add_nemotrons(shapes, hidden)
         return
     layers = config["num_hidden_layers"]
-    last, qwen = f"model.layers.{layers - 1}.", name.startswith("qwen")
+    of, qwen = layers - 1, name.startswith("qwen")
+    if name == "exaone-moe":  # a layer without experts, with Qwen's names
+        of, qwen = 0, True
+    last = f"model.layers.{of}."
     before = "mtp.layers.0." if qwen else f"model.layers.{layers}."
     shapes |= {before + key.removeprefix(last): shape for key, shape in shapes.items() if key.startswith(last)}
     if qwen:

@@ -7,6 +7,7 @@ from bridge.models.families.deepseek import DEEPSEEK2, DEEPSEEK32, GLM4_MOE_LITE
 from bridge.models.families.deepseek4 import DEEPSEEK4
 from bridge.models.families.ernie4_5 import ERNIE4_5, ERNIE4_5_MOE
 from bridge.models.families.exaone4 import EXAONE4
+from bridge.models.families.exaone_moe import EXAONE_MOE
 from bridge.models.families.falcon_h1 import FALCON_H1
 from bridge.models.families.gemma import GEMMA2, GEMMA3
 from bridge.models.families.gemma3n import GEMMA3N
@@ -38,4 +39,5 @@ ALL = (
     ERNIE4_5, ERNIE4_5_MOE, GRANITE_MOE, LFM2, LFM2_MOE, HUNYUAN, HUNYUAN_MOE, MINIMAX_M2, MINIMAX_M3,
     GLM4_MOE_LITE, GLM4V_MOE, GRANITE_HYBRID, NEMOTRON_H_MOE, NEMOTRON_H, MAMBA2, JAMBA, FALCON_H1, DEEPSEEK32,
     GLM5, APERTUS, DEEPSEEK4, SOLAR_OPEN, DOTS1, GEMMA4_UNIFIED,
+    EXAONE_MOE,
 )  # fmt: skip

@@ -34,11 +34,12 @@ def read_prediction(file: GGUFFile, config: DecoderConfig) -> tuple[DecoderConfi
     name = f"blk.{config.layers}.nextn"
     if not config.predicting or f"{name}.eh_proj.weight" not in file:
         raise BridgeError(f"{file.path}: has no layer that predicts a further token (MTP)")
-    if config.graph.alone:  # it has two layers in one, with a layer norm at the end
+    unlike = config.experts > 0 and f"blk.{config.layers}.ffn_gate_inp.weight" not in file  # the other layers
+    if config.graph.alone or unlike:  # of the former it has two layers in one, with a layer norm at the end
         problem = f"the layer of {config.arch} that predicts a further token (MTP) cannot run here"
-        raise BridgeError(f"{file.path}: {problem}; llama.cpp can run it")
+        raise BridgeError(f"{file.path}: {problem}" + ("" if unlike else "; llama.cpp can run it"))
     shared = read_shared(file, config)
-    attending = replace(config, layers=config.layers + 1, recurrent=None, inners=())
+    attending = replace(config, layers=config.layers + 1, recurrent=None, inners=(), windows=())
     hidden, vocab = config.hidden, shared.embedding.shape[0]
     embedding = file.tensors.get(f"{name}.embed_tokens.weight", shared.embedding)
     output = file.tensors.get(f"{name}.shared_head_head.weight", shared.output)
