@@ -24,6 +24,7 @@ class Windows:
                    layers, whatever the key says
     scaled         their frequencies are scaled and divided as those of the other layers
     alone_rotated  the other layers rotate nothing
+    dense_rotated  but those before the first with experts
     layers         that the models with a window have; 0: any number
     """
 
@@ -32,6 +33,7 @@ class Windows:
     base: float | None = 0.0
     scaled: bool = True
     alone_rotated: bool = False
+    dense_rotated: bool = False
     layers: int = 0
 
     def by_default(self, layers: int) -> tuple[bool, ...] | None:
@@ -85,6 +87,7 @@ class Graph:
     sub_norm: bool = False  # so is what their output matrices multiply
     late_norm: bool = False  # the norm before the network is stored as that after attention
     layer_norm: bool = False  # norms subtract the mean, and may have biases
+    rms_by_key: bool = False  # they do not where attention.layer_norm_rms_epsilon is there
     output_norm: str = "output_norm"  # the name of the last norm
 
     # networks
@@ -97,6 +100,7 @@ class Graph:
 
     # experts
     beside: bool = False  # layers with experts have a network as well, which reads the same
+    leading: int = 0  # layers before the first with experts, if leading_dense_block_count is missing
     expert_every: int | None = 1  # every n-th layer has experts; None: interleave_moe_layer_step says so
     one_is_dense: bool = False  # a model of one expert has plain networks
     sigmoid: bool = False  # of routers, if expert_gating_func is missing, which llama.cpp may want
@@ -105,6 +109,7 @@ class Graph:
     before: bool = False  # an expert's weight multiplies what it reads, not what it makes
     mixer: float = 0.0  # m of Phi-MoE's rule; 0: it does not apply
     shared_gate: bool = False  # layers with experts have one that all tokens share, multiplied by a gate
+    shared_mean: bool = False  # the mean of what the experts and the shared one make is added, not their sum
     shared_experts: int | None = None  # the shared one is so many times as wide, if expert_shared_count is missing
 
     # ends
@@ -120,6 +125,7 @@ _CONVOLVED: dict[str, Any] = {
 }  # fmt: skip
 _LATENT: dict[str, Any] = {"neighbours": True, "latent": True, "unnormalized": True, "shared_experts": 0}
 _DELTA: dict[str, Any] = {"normed": True, "late_norm": True, "output_gate": True}
+_COHERE: dict[str, Any] = {"neighbours": True, "layer_norm": True, "parallel": True, "logits_times": True}
 _NEMOTRON_H: dict[str, Any] = {"alone": True, "gated": False, "state": State(MAMBA)}
 _INDEXED, _TILED = Graph(**_LATENT, sigmoid=True), Graph(**_DELTA, state=State(DELTA, tiled=True))
 ARCHITECTURES = {
@@ -161,6 +167,7 @@ ARCHITECTURES = {
     ),
     "seed_oss": Graph(late_norm=True),
     "ernie4_5": Graph(neighbours=True), "ernie4_5-moe": Graph(neighbours=True), "granitemoe": Graph(neighbours=True),
+    "hy_v3": Graph(normed=True, sigmoid=True, unnormalized=True, leading=1),
     "hunyuan-dense": Graph(normed=True, norms_rotated=True), "hunyuan-moe": Graph(normed=True, norms_rotated=True),
     "minimax-m2": Graph(normed=True, normed_together=True, sigmoid=True),
     "minimax-m3": Graph(normed=True, clamped=True, sigmoid=True, shared_experts=0),
@@ -171,7 +178,11 @@ ARCHITECTURES = {
         unnormalized=True, before=True, shared_experts=1,
     ),
     "phimoe": Graph(layer_norm=True, mixer=0.02),  # twice its router_jitter_noise
-    "command-r": Graph(neighbours=True, layer_norm=True, parallel=True, logits_times=True),
+    "command-r": Graph(**_COHERE), "cohere2": Graph(**_COHERE, windows=Windows(4, None, base=None, alone_rotated=True)),
+    "cohere2moe": Graph(
+        **_COHERE, rms_by_key=True, sigmoid=True, unnormalized=True, shared_mean=True,
+        windows=Windows(None, None, base=None, alone_rotated=True, dense_rotated=True),
+    ),
     "starcoder2": Graph(layer_norm=True, gated=False, gelu=True),
     "gpt2": Graph(layer_norm=True, gated=False, gelu=True, unrotated_every=1, positions=True),
     "deepseek2": Graph(**_LATENT, sigmoid_vocab=154880),  # GLM-4.7-Flash, whose first files lack the key

@@ -184,6 +184,7 @@ QUANTIZED: dict[str, tuple[bool, dict[str, int]]] = {
     "lfm2-moe": (False, {"moe_intermediate_size": 32}), "granite-moe-shared": (False, {}),
     "glm4-moe-lite": (False, {"q_lora_rank": 32, "kv_lora_rank": 32, "v_head_dim": 16, "moe_intermediate_size": 32}),
     "exaone-moe": (False, {"moe_intermediate_size": 32}),
+    "cohere2": (True, {}), "cohere2-moe": (False, {}), "hy3": (False, {"moe_intermediate_size": 32}),
     "solar-open": (False, {"moe_intermediate_size": 32}), "dots1": (False, {"moe_intermediate_size": 32}),
     "hunyuan-moe": (False, {}), "minimax-m2": (False, {}), "minimax-m3": (False, {}),
     "granite-4": (False, {}), "gemma4": (False, {"hidden_size_per_layer_input": 32}),

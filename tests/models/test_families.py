@@ -132,6 +132,13 @@ def test_the_docs_list_every_family_and_tell_where_it_runs() -> None:
         ("ernie4.5-moe", {"moe_layer_interval": 2}, "moe_layer_interval is 2"),
         ("exaone-moe", {"sliding_window": None}, "sliding_window is None, and no layer has a window"),
         ("exaone-moe", {"mlp_layer_types": ["dense", "sparse", "dense", "sparse"]}, "must be dense, then sparse"),
+        ("cohere2", {"layer_types": 5 * ["full_attention"]}, "sliding_window is 32, and no layer has a window"),
+        ("cohere2-moe", {"shared_expert_combination_strategy": "sum"}, "combination_strategy is 'sum'"),
+        (
+            "cohere2-moe",
+            {"prefix_dense_sliding_window_pattern": 2},
+            "a dense layer without a window is not rotated; llama.cpp rotates all",
+        ),
         ("minimax-m2", {"scoring_func": "softmax"}, "scoring_func is 'softmax'"),
         ("minimax-m3", {"moe_layer_freq": [0, 1, 0, 1]}, "has experts in all layers after the first that has some"),
         ("minimax-m3", {"swiglu_limit": 5.0}, "swiglu_limit is 5.0"),

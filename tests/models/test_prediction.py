@@ -12,7 +12,8 @@ from bridge.cli import main
 from bridge.conversion.writing.verify import failures, verify
 from bridge.errors import BridgeError
 from bridge.gguf_file.reader import read_gguf
-from bridge.runtime.decoder.prediction import agreement
+from bridge.runtime.config.config_reader import read_config
+from bridge.runtime.decoder.prediction import agreement, read_prediction
 from bridge.runtime.replies.perplexity import cut_windows
 from scripts.peers.llama.llama_cpp import LlamaCpp
 from tests.support.encode import load_floats, write_gptq
@@ -22,12 +23,23 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 TOKENS = np.random.default_rng(1).integers(0, 2048, 24).tolist()
-RUN_HERE = {"glm4-moe", "glm4-moe-lite", "qwen3.5", "exaone-moe"}
+RUN_HERE = {"glm4-moe", "glm4-moe-lite", "qwen3.5", "exaone-moe", "cohere2-moe", "hy3"}
 NEXTN = {"eh_proj", "enorm", "hnorm", "shared_head_norm"}
 
 
 @pytest.mark.parametrize(
-    "name", ["glm4-moe", "glm4-moe-lite", "qwen3.5", "nemotron-3-super", "glm5", "deepseek3.2", "exaone-moe"]
+    "name",
+    [
+        "glm4-moe",
+        "glm4-moe-lite",
+        "qwen3.5",
+        "nemotron-3-super",
+        "glm5",
+        "deepseek3.2",
+        "exaone-moe",
+        "cohere2-moe",
+        "hy3",
+    ],
 )
 def test_a_layer_that_predicts_is_carried_with_its_codes_or_left_out(name: str, tmp_path: Path) -> None:
     write_gptq(tmp_path / "gptq", save_predicting(name, tmp_path / "float"), group_size=32)
@@ -67,7 +79,7 @@ def test_a_gguf_with_a_layer_that_predicts_becomes_a_checkpoint_again(tmp_path: 
     assert failures(verify(tmp_path / "again.gguf", tmp_path / "m.gguf")) == []
 
 
-@pytest.mark.parametrize("name", ["qwen3.5", "nemotron-3-super", "glm5", "deepseek3.2", "exaone-moe"])
+@pytest.mark.parametrize("name", ["qwen3.5", "nemotron-3-super", "glm5", "deepseek3.2", "exaone-moe", "hy3"])
 def test_a_float_checkpoint_gets_the_same_names_and_values_back(name: str, tmp_path: Path) -> None:
     """mtp.* where the family has that, layers after the others elsewhere; the config is made of the metadata."""
     weights = load_floats(save_predicting(name, tmp_path / "float"))
@@ -101,6 +113,14 @@ def test_a_layer_that_predicts_with_a_tensor_missing_is_refused(tmp_path: Path) 
     with pytest.raises(BridgeError, match=r"model\.layers\.3\.eh_proj"):
         bridge.convert(folder, tmp_path / "m.gguf")
     assert main(["convert", str(folder), str(tmp_path / "m.gguf"), "--no-mtp"]) == 0
+
+
+def test_the_layer_of_cohere_that_predicts_is_rotated_and_attends_to_everything(tmp_path: Path) -> None:
+    bridge.convert(save_predicting("cohere2-moe", tmp_path / "float"), tmp_path / "m.gguf")
+    file = bridge.open_gguf(tmp_path / "m.gguf")
+    config, _ = read_prediction(file, read_config(file.metadata, file.path))
+    assert config.rotates(0)
+    assert not config.windowed(0)
 
 
 def test_verify_says_how_many_tokens_of_a_text_the_layer_guesses(

@@ -97,6 +97,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("Olmo2Config", {}),
     "bitnet": ("BitNetConfig", {"tie_word_embeddings": True, "hidden_act": "silu"}),
     "command-r": ("CohereConfig", {"tie_word_embeddings": True, "logit_scale": 0.3}),
+    "cohere2": ("Cohere2Config", {"num_hidden_layers": 5, "logit_scale": 0.3, "sliding_window": 32,
+        "tie_word_embeddings": True}),
+    "cohere2-moe": ("Cohere2MoeConfig", {"num_hidden_layers": 5, "head_dim": 16, "logit_scale": 0.3,
+        "sliding_window": 32, "num_experts": 4, "first_k_dense_replace": 1, "prefix_dense_intermediate_size": 96,
+        "num_shared_experts": 2, "expert_selection_fn": "sigmoid"}),
+    "cohere2-moe-rms": ("Cohere2MoeConfig", {"head_dim": 16, "logit_scale": 0.3, "sliding_window": 32,
+        "num_hidden_layers": 4, "num_experts": 4, "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
+        "prefix_dense_intermediate_size": 64}),
     "starcoder2": ("Starcoder2Config", {"sliding_window": None}),
     "gpt2": ("GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256, "n_ctx": 256,
         "tie_word_embeddings": True}),
@@ -155,6 +163,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}}),
     "hunyuan-moe": ("HunYuanMoEV1Config", {"head_dim": 16, "num_experts": 4, "moe_topk": [2, 2],
         "moe_intermediate_size": [64, 64], "num_shared_expert": [1, 1]}),
+    "hy3": ("HYV3Config", {"head_dim": 16, "num_hidden_layers": 3, "num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16, "num_shared_experts": 2}),
     "minimax-m2": ("MiniMaxM2Config", {"head_dim": 16, "rotary_dim": 8, "num_local_experts": 4,
         "num_experts_per_tok": 2, "intermediate_size": 32}),
     "minimax-m3": ("MiniMaxM3VLConfig", {"projector_hidden_size": 16, **wrapped("minimax_m3_vl_text",
@@ -215,6 +225,7 @@ ALL_BLOCKS = {"text_config": MODELS["minimax-m3"][1]["text_config"] | {"index_to
 # what transformers names otherwise than the published config.json
 PUBLISHED_AS: dict[str, dict[str, str]] = {
     "phimoe": {"PhimoeForCausalLM": "PhiMoEForCausalLM"},
+    "cohere2": {'"logit_scale"': '"rotary_pct": 1.0, "logit_scale"'},
     "minimax-m3": {
         '"silu"': '"swigluoai"',
         '"index_head_dim": 16,': "",

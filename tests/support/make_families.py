@@ -72,7 +72,7 @@ PREDICTING = {
     "glm4-moe": "num_nextn_predict_layers", "glm4-moe-lite": "num_nextn_predict_layers", "qwen3-next": None,
     "qwen3.5": "mtp_num_hidden_layers", "qwen3.5-moe": "mtp_num_hidden_layers",
     **dict.fromkeys(("glm5", "deepseek3.2", "nemotron-h-moe", "nemotron-3-super"), "num_nextn_predict_layers"),
-    "exaone-moe": "num_nextn_predict_layers",
+    **dict.fromkeys(("exaone-moe", "cohere2-moe", "hy3"), "num_nextn_predict_layers"),
 }  # fmt: skip
 MTP = "-mtp"  # at the end of their goldens' names
 
@@ -100,7 +100,8 @@ def add_prediction(name: str, folder: Path, shapes: dict[str, tuple[int, ...]]) 
         return
     shapes |= {f"{before}eh_proj.weight": (hidden, 2 * hidden), f"{before}shared_head.head.weight": (vocab, hidden)}
     shapes |= {f"{before}embed_tokens.weight": (vocab, hidden)}
-    shapes |= {f"{before}{norm}.weight": (hidden,) for norm in ("enorm", "hnorm", "shared_head.norm")}
+    last_norm = "final_layernorm" if name == "hy3" else "shared_head.norm"
+    shapes |= {f"{before}{norm}.weight": (hidden,) for norm in ("enorm", "hnorm", last_norm)}
 
 
 def add_nemotrons(shapes: dict[str, tuple[int, ...]], hidden: int) -> None:

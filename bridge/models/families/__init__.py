@@ -2,7 +2,7 @@
 
 from bridge.models.families.apertus import APERTUS
 from bridge.models.families.bitnet import BITNET
-from bridge.models.families.command_r import COMMAND_R
+from bridge.models.families.command_r import COHERE2, COHERE2_MOE, COMMAND_R
 from bridge.models.families.deepseek import DEEPSEEK2, DEEPSEEK32, GLM4_MOE_LITE, GLM5
 from bridge.models.families.deepseek4 import DEEPSEEK4
 from bridge.models.families.ernie4_5 import ERNIE4_5, ERNIE4_5_MOE
@@ -16,7 +16,7 @@ from bridge.models.families.glm4 import DOTS1, GLM4, GLM4_MOE, GLM4V_MOE, SOLAR_
 from bridge.models.families.gpt2 import GPT2
 from bridge.models.families.gpt_oss import GPT_OSS
 from bridge.models.families.granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE
-from bridge.models.families.hunyuan import HUNYUAN, HUNYUAN_MOE
+from bridge.models.families.hunyuan import HUNYUAN, HUNYUAN_MOE, HY3
 from bridge.models.families.jamba import JAMBA
 from bridge.models.families.lfm2 import LFM2, LFM2_MOE
 from bridge.models.families.llama import LLAMA, SEED_OSS, SMOLLM3
@@ -39,5 +39,5 @@ ALL = (
     ERNIE4_5, ERNIE4_5_MOE, GRANITE_MOE, LFM2, LFM2_MOE, HUNYUAN, HUNYUAN_MOE, MINIMAX_M2, MINIMAX_M3,
     GLM4_MOE_LITE, GLM4V_MOE, GRANITE_HYBRID, NEMOTRON_H_MOE, NEMOTRON_H, MAMBA2, JAMBA, FALCON_H1, DEEPSEEK32,
     GLM5, APERTUS, DEEPSEEK4, SOLAR_OPEN, DOTS1, GEMMA4_UNIFIED,
-    EXAONE_MOE,
+    EXAONE_MOE, COHERE2, COHERE2_MOE, HY3,
 )  # fmt: skip

@@ -6,12 +6,11 @@ router's sigmoid to choose experts, but not to weight them. The layer that predi
 
 from typing import Any
 
-from bridge.errors import BridgeError
 from bridge.models.config.arguments import Arguments
 from bridge.models.config.gguf_keys import Computed, Constant, Key
 from bridge.models.config.model_config import Config
 from bridge.models.families.mixtures import LAYER_KINDS, UNSCALED, has_experts, router_bias, shared_width
-from bridge.models.families.windows import window_config, window_keys
+from bridge.models.families.windows import rotated_window_keys, window_config
 from bridge.models.family import (
     EXPERTS,
     NO_BIASES,
@@ -28,18 +27,11 @@ from bridge.models.family import (
 from bridge.models.prediction import QWENS, prediction
 
 
-def _windows(config: Config, args: Arguments) -> dict[str, Any]:
-    keys = window_keys(config, args, "exaone-moe", named=True)
-    if "attention.sliding_window_pattern" not in keys:
-        raise BridgeError(
-            f"{config.path}: sliding_window is {config.get('sliding_window')}, and no layer has a window; llama.cpp "
-            "rotates layers with a window alone here, others not at all"
-        )
-    return keys
-
-
-def _counts(_config: Config, args: Arguments) -> dict[str, Any]:
-    return {"leading_dense_block_count": args.leading, "nextn_predict_layers": args.predicting}
+def _counted(config: Config, args: Arguments) -> dict[str, Any]:
+    return {
+        **rotated_window_keys(config, args, "exaone-moe"),
+        "leading_dense_block_count": args.leading, "nextn_predict_layers": args.predicting,
+    }  # fmt: skip
 
 
 EXAONE_MOE = Family(
@@ -52,7 +44,7 @@ EXAONE_MOE = Family(
     expects=(SILU, NO_BIASES, Expected("scoring_func", ("sigmoid",), written=True)),
     sizes=shared_width("num_shared_experts"),
     metadata=(
-        Computed(_windows, window_config), Computed(_counts),
+        Computed(_counted, window_config),
         Key("expert_shared_count", "num_shared_experts", 1), Constant("expert_gating_func", 2),  # sigmoid
         Key("expert_shared_feed_forward_length", size="shared"), Key("expert_weights_norm", "norm_topk_prob", True),
         Key("expert_weights_scale", "routed_scaling_factor", 2.5, missing=1.0),

@@ -59,6 +59,17 @@ def window_keys(
     return keys
 
 
+def rotated_window_keys(config: Config, args: Arguments, arch: str, named: bool = True) -> dict[str, Any]:
+    """`window_keys` of an architecture that rotates layers with a window alone; BridgeError where no layer has one."""
+    keys = window_keys(config, args, arch, named)
+    if not config.get("sliding_window") or not any(window_layers(config, args.layers, window_rule(arch).period or 1)):
+        raise BridgeError(
+            f"{config.path}: sliding_window is {config.get('sliding_window')}, and no layer has a window; llama.cpp "
+            "rotates layers with a window alone here, others not at all"
+        )
+    return keys
+
+
 def local_base(config: Config, default: float = 10000.0) -> float:
     """The base of rotation in layers with a window; BridgeError where they scale it, which llama.cpp does not do."""
     rules = rope_rules(config).get("sliding_attention") or {}

@@ -123,7 +123,7 @@ def _read(metadata: Mapping[str, Any], arch: str, path: Path) -> DecoderConfig:
     chosen = get("attention.indexer.top_k", int) if indexer in metadata else 0
     chosen *= get("attention.indexer.block_size", int, 1)  # MiniMax M3's chooses blocks
     expert_inner = get("expert_feed_forward_length", int, inner) if experts else 0
-    leading, shared_inner = int(metadata.get(f"{arch}.leading_dense_block_count", 0)), 0
+    leading, shared_inner = int(metadata.get(f"{arch}.leading_dense_block_count", graph.leading)), 0
     if experts and (graph.shared_gate or f"{arch}.expert_shared_feed_forward_length" in metadata):
         shared_inner = get("expert_shared_feed_forward_length", int)
     elif graph.shared_experts is not None:
@@ -138,6 +138,8 @@ def _read(metadata: Mapping[str, Any], arch: str, path: Path) -> DecoderConfig:
         graph = replace(graph, unit_norms=False)
     logit_scale = get("logit_scale", float, 1.0)
     rms = "" if f"{arch}.attention.layer_norm_epsilon" in metadata else "rms_"
+    if graph.rms_by_key and f"{arch}.attention.layer_norm_rms_epsilon" in metadata:
+        graph, rms = replace(graph, layer_norm=False), "rms_"
     return DecoderConfig(
         arch=arch, layers=layers, predicting=predicting, hidden=hidden,
         inner=inner if leading or inners or graph.beside or graph.expert_every != 1 or not experts else expert_inner,
@@ -149,7 +151,7 @@ def _read(metadata: Mapping[str, Any], arch: str, path: Path) -> DecoderConfig:
         latent=latent, experts=experts, leading=leading,
         expert_every=graph.expert_every or get("interleave_moe_layer_step", int, 1), expert_inner=expert_inner,
         expert_latent=int(metadata.get(f"{arch}.moe_latent_size", 0)), shared_inner=shared_inner,
-        routing=_read_routing(metadata, graph, get, path, experts) if experts else Routing(),
+        routing=_read_routing(metadata, graph, get, path, experts, shared_inner) if experts else Routing(),
         embedding_scale=get("embedding_scale", float, float(np.float32(hidden**0.5)) if graph.scaled else 1.0),
         residual_scale=get("residual_scale", float, 1.0),
         logit_scale=1 / logit_scale if graph.logits_times else logit_scale,
@@ -264,7 +266,7 @@ def _kv_heads(
 
 
 def _read_routing(
-    metadata: Mapping[str, Any], graph: Graph, get: Callable[..., Any], path: Path, experts: int
+    metadata: Mapping[str, Any], graph: Graph, get: Callable[..., Any], path: Path, experts: int, shared: int
 ) -> Routing:
     """The rules of a router; BridgeError for those that are unknown, or contradict themselves."""
     arch = metadata["general.architecture"]
@@ -285,9 +287,10 @@ def _read_routing(
         raise BridgeError(
             f"{path}: {used} of {experts} experts in {groups_used} of {groups} groups; convert the model again"
         )
+    scale = float(metadata.get(f"{arch}.expert_weights_scale", 0.0)) or 1.0
     return Routing(
         used=used, sigmoid=_GATINGS[gating] if gating else sigmoid,
         normalized=bool(metadata.get(f"{arch}.expert_weights_norm")) or not graph.unnormalized,
-        scale=float(metadata.get(f"{arch}.expert_weights_scale", 0.0)) or 1.0, groups=groups, groups_used=groups_used,
+        scale=scale / 2 if graph.shared_mean and shared else scale, groups=groups, groups_used=groups_used,
         before=graph.before, mixer=graph.mixer,
     )  # fmt: skip

@@ -169,7 +169,7 @@ class DecoderConfig:
     def rotates(self, layer: int) -> bool:
         """Whether a layer's q and k are rotated."""
         if self.windows and self.graph.windows is not None and self.graph.windows.alone_rotated:
-            return self.windowed(layer)
+            return self.windowed(layer) or (self.graph.windows.dense_rotated and layer < self.leading)
         return not self.graph.unrotated_every or (layer + 1) % self.graph.unrotated_every != 0
 
     def tempered(self, layer: int) -> bool:

@@ -205,7 +205,7 @@ class LayerReader:
             router=self._matrix("ffn_gate_inp", c.experts, c.hidden).dequantize(),
             networks=[(*first, down[e]) for e, first in enumerate(self._first_of_experts())],
             router_bias=self._vector("ffn_gate_inp.bias", c.experts),
-            choice_bias=self._vector("exp_probs_b.bias", c.experts),
+            choice_bias=self._vector(f"exp_probs_b{'' if self._has('exp_probs_b') else '.bias'}", c.experts),
         )
         if self._has("ffn_gate_exps.bias"):
             sizes = {"gate": c.expert_inner, "up": c.expert_inner, "down": c.hidden}
@@ -220,6 +220,8 @@ class LayerReader:
             last = self._matrix("ffn_down_shexp", c.hidden, c.shared_inner)
             experts.shared = (first, None, last) if gated is None else (gated, first, last)
             experts.shared_gate = self._vector("ffn_gate_inp_shexp.weight", c.hidden, c.graph.shared_gate)
+            if c.graph.shared_mean:
+                experts.shared_gate = np.zeros(c.hidden, np.float32)  # one half; the routed ones' weights are halved
         if c.expert_latent:
             experts.shorten = self._matrix("ffn_latent_down", c.expert_latent, c.hidden)
             experts.lengthen = self._matrix("ffn_latent_up", c.hidden, c.expert_latent)
