@@ -249,6 +249,12 @@ class CudaMachine:
     def gate_heads(self, x: Value, gate: Value) -> None:
         self._changing(x).mul_(gate.sigmoid())
 
+    def fit_heads(self, x: Value, heads: int, size: int, name: str) -> Any:
+        import torch
+
+        each = self.rows(x).reshape(self.n, heads, -1)
+        return torch.nn.functional.pad(each, (0, size - each.shape[2])).reshape(self.n, -1)
+
     def experts(self, experts: Experts, x: Value, name: str, routed: Value | None = None) -> Any:
         values, read = None if routed is None else self.rows(routed), self.values(x)
         records = read.records if isinstance(read, Vector) and read.recorded else None

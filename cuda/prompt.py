@@ -97,5 +97,6 @@ class Prompt(CudaMachine):
         result = self._attention.attend(
             index, self._together(q, k, v), self._head_norms(layer), self.weights.vector(layer.sinks)
         )
-        changes = self.config.graph.output_gate or layer.attn_sub_norm is not None
+        c = self.config
+        changes = c.graph.output_gate or c.value_scale != 1 or layer.attn_sub_norm is not None
         return result.float() if changes else result

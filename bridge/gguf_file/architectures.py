@@ -71,6 +71,7 @@ class Graph:
     output_gate: bool = False  # results are multiplied by a sigmoid; its rows follow those of each head in q's matrix
     latent: bool = False  # keys and values are made of a latent vector
     sinks: bool = False  # each head has a score for no position at all
+    some_sinks: bool = False  # but in layers without such scores in the file
     unscaled: bool = False  # scores are not scaled, if attention.scale does not say so
     scaled_by_width: int = 0  # layers of the model whose scores are scaled by hidden / heads, not by a head's size
     score_cap: float = 0.0  # c: scores are c tanh(s / c), if attn_logit_softcapping is missing; 0: never
@@ -168,6 +169,7 @@ ARCHITECTURES = {
     "seed_oss": Graph(late_norm=True),
     "ernie4_5": Graph(neighbours=True), "ernie4_5-moe": Graph(neighbours=True), "granitemoe": Graph(neighbours=True),
     "hy_v3": Graph(normed=True, sigmoid=True, unnormalized=True, leading=1),
+    "mimo2": Graph(sigmoid=True, sinks=True, some_sinks=True, windows=Windows(None, None)),
     "hunyuan-dense": Graph(normed=True, norms_rotated=True), "hunyuan-moe": Graph(normed=True, norms_rotated=True),
     "minimax-m2": Graph(normed=True, normed_together=True, sigmoid=True),
     "minimax-m3": Graph(normed=True, clamped=True, sigmoid=True, shared_experts=0),

@@ -117,7 +117,7 @@ def test_a_familys_graph_is_that_of_llama_cpp_and_of_transformers(name: str, tmp
     prompt = model.logits(tokens)
     losses = [-log_softmax(rows[:-1])[np.arange(LENGTH - 1), tokens[1:]].mean() for rows in (prompt, peer)]
     # weights of no training carry rounding far, states and some experts farther
-    far = 1e-2 if model.config.recurrent is None and name not in ("gemma4-moe", "deepseek3.2") else 0.1
+    far = 1e-2 if model.config.recurrent is None and name not in ("gemma4-moe", "deepseek3.2", "mimo2") else 0.1
     assert math.isinf(of_peer) or losses[0] == pytest.approx(losses[1], abs=far)
     decoder = model._decoder
     decoder.prepare()

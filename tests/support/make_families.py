@@ -33,7 +33,7 @@ _LARGEST = 2.0**62  # a checksum of integers
 UNKNOWN = {"bitnet", "nemotron-h"}
 
 # whose config.json the converter reads by transformers 5, which drops keys that it needs
-UNREADABLE = {"minimax-m3"}
+UNREADABLE = {"minimax-m3", "mimo2", "mimo2-mtp"}
 
 
 def values_of(name: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -72,7 +72,7 @@ PREDICTING = {
     "glm4-moe": "num_nextn_predict_layers", "glm4-moe-lite": "num_nextn_predict_layers", "qwen3-next": None,
     "qwen3.5": "mtp_num_hidden_layers", "qwen3.5-moe": "mtp_num_hidden_layers",
     **dict.fromkeys(("glm5", "deepseek3.2", "nemotron-h-moe", "nemotron-3-super"), "num_nextn_predict_layers"),
-    **dict.fromkeys(("exaone-moe", "cohere2-moe", "hy3"), "num_nextn_predict_layers"),
+    **dict.fromkeys(("exaone-moe", "cohere2-moe", "hy3"), "num_nextn_predict_layers"), "mimo2": None,
 }  # fmt: skip
 MTP = "-mtp"  # at the end of their goldens' names
 
@@ -88,6 +88,9 @@ def add_prediction(name: str, folder: Path, shapes: dict[str, tuple[int, ...]]) 
         add_nemotrons(shapes, hidden)
         return
     layers = config["num_hidden_layers"]
+    if name == "mimo2":
+        add_mimos(shapes, hidden)
+        return
     of, qwen = layers - 1, name.startswith("qwen")
     if name == "exaone-moe":  # a layer without experts, with Qwen's names
         of, qwen = 0, True
@@ -102,6 +105,18 @@ def add_prediction(name: str, folder: Path, shapes: dict[str, tuple[int, ...]]) 
     shapes |= {f"{before}embed_tokens.weight": (vocab, hidden)}
     last_norm = "final_layernorm" if name == "hy3" else "shared_head.norm"
     shapes |= {f"{before}{norm}.weight": (hidden,) for norm in ("enorm", "hnorm", last_norm)}
+
+
+def add_mimos(shapes: dict[str, tuple[int, ...]], hidden: int) -> None:
+    """Three layers with the attention of the second, which has a window, and the network of the first."""
+    parts = [("model.layers.1.", ("self_attn", "layernorm")), ("model.layers.0.", ("mlp",))]
+    of_layers = [(of, key, shape) for of, words in parts for key, shape in shapes.items()
+                 if key.startswith(of) and any(word in key for word in words)]  # fmt: skip
+    for layer in range(3):
+        before = f"model.mtp.layers.{layer}."
+        shapes |= {before + key.removeprefix(of): shape for of, key, shape in of_layers}
+        shapes |= {f"{before}{norm}.weight": (hidden,) for norm in ("enorm", "hnorm", "final_layernorm")}
+        shapes |= {f"{before}eh_proj.weight": (hidden, 2 * hidden)}
 
 
 def add_nemotrons(shapes: dict[str, tuple[int, ...]], hidden: int) -> None:
@@ -137,6 +152,23 @@ def as_deepseek4(folder: Path, shapes: dict[str, tuple[int, ...]]) -> dict[str, 
     return found
 
 
+def as_mimo2(folder: Path) -> None:
+    """MiMo V2's config.json with the keys of its repository."""
+    config = json.loads((folder / "config.json").read_text())
+    both, kinds = config.pop("rope_parameters"), config.pop("layer_types")
+    config |= {
+        "hybrid_layer_pattern": [int(kind == "sliding_attention") for kind in kinds],
+        "moe_layer_freq": [int(kind == "sparse") for kind in config.pop("mlp_layer_types")],
+        "rope_theta": both["full_attention"]["rope_theta"], "swa_rope_theta": both["sliding_attention"]["rope_theta"],
+        "partial_rotary_factor": 0.334, "layernorm_epsilon": config.pop("rms_norm_eps"),
+        "swa_num_key_value_heads": 2 * config["num_key_value_heads"], "swa_head_dim": config["head_dim"],
+        "swa_num_attention_heads": config["num_attention_heads"], "swa_v_head_dim": config["v_head_dim"],
+        "sliding_window_size": config["sliding_window"], "topk_method": "noaux_tc", "scoring_func": "sigmoid",
+        "routed_scaling_factor": None, "n_shared_experts": None,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 def save_checkpoint(name: str, folder: Path) -> dict[str, tuple[int, ...]]:
     """A checkpoint of a family's names and shapes with made-up values; returns the shapes."""
     name, with_mtp = name.removesuffix(MTP), name.endswith(MTP)
@@ -152,6 +184,8 @@ def save_checkpoint(name: str, folder: Path) -> dict[str, tuple[int, ...]]:
             shapes[key] = (shape[0], shape[2], shape[1])
     if with_mtp:
         add_prediction(name, folder, shapes)
+    if name == "mimo2":
+        as_mimo2(folder)
     if name == "deepseek4":
         shapes = as_deepseek4(folder, shapes)
     made = coarse_values_of if name in TEMPLATES else stored_values_of

@@ -131,6 +131,9 @@ def read_arguments(config: Config, keys: Mapping[str, Any]) -> Arguments:
     rotated = head_dim
     partial = rope_rules(config).get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if "partial_rotary_factor" in keys:
+        full = rope_rules(config).get("full_attention")  # where layers with a window have rules of their own
+        if partial is None and isinstance(full, dict):
+            partial = full.get("partial_rotary_factor")
         partial = keys["partial_rotary_factor"] if partial is None else partial
         rotated = int(head_dim * _share(config, partial))
         if "rotary_dim" in keys:
@@ -166,6 +169,8 @@ def read_arguments(config: Config, keys: Mapping[str, Any]) -> Arguments:
 def _leading(config: Config, default: int) -> int:
     """Layers before the first with experts, in families that may have such layers."""
     kinds = config.get("mlp_layer_types")
+    if isinstance(config.get("moe_layer_freq"), list):  # published configs of MiMo V2
+        kinds = ["sparse" if sparse else "dense" for sparse in config.get("moe_layer_freq")]
     if isinstance(kinds, list):
         dense = next((layer for layer, kind in enumerate(kinds) if kind != "dense"), len(kinds))
         if {*kinds[dense:]} - {"sparse"}:
@@ -182,6 +187,8 @@ def _leading(config: Config, default: int) -> int:
 def listed_layers(config: Config) -> list[Any] | None:
     """The kinds of a config.json's layers, as a list or a letter for each; they may stand in for their number."""
     kinds = config.get("layer_types", config.get("hybrid_override_pattern"))
+    if kinds is None and isinstance(config.get("hybrid_layer_pattern"), list):  # published configs of MiMo V2
+        kinds = ["sliding_attention" if window else "full_attention" for window in config.get("hybrid_layer_pattern")]
     return list(kinds) if isinstance(kinds, (list, str)) else None
 
 

@@ -94,12 +94,15 @@ def _read(metadata: Mapping[str, Any], arch: str, path: Path) -> DecoderConfig:
     local_heads = None
     if f"{arch}.attention.key_length_swa" in metadata:
         local_heads = _read_local_heads(local_kv, heads, get, path)
-    values = head_dim if latent is None else latent.rank
-    same = not heads or get("attention.value_length", int, values) == values
+    elif local_kv != kv_heads:
+        local_heads = Heads(local_kv, head_dim, rotated)
+    usual = head_dim if latent is None else latent.rank
+    values = get("attention.value_length", int, usual) if heads else usual
+    same = values == usual or (latent is None and values < usual)
     if not same or head_dim % 2 or rotated % 2 or rotated > head_dim:
         raise BridgeError(
-            f"{path}: heads of {head_dim} for keys, {metadata.get(f'{arch}.attention.value_length')} for values with "
-            f"{rotated} rotated cannot run here; keys and values must have the same even size"
+            f"{path}: heads of {head_dim} for keys, {values} for values with {rotated} rotated cannot run here; keys "
+            "must have an even size, and values no larger one"
         )
     scaling, factor = get("rope.scaling.type", str, "none"), get("rope.scaling.factor", float, 1.0)
     if scaling == "none" and f"{arch}.rope.scale_linear" in metadata:
@@ -157,6 +160,7 @@ def _read(metadata: Mapping[str, Any], arch: str, path: Path) -> DecoderConfig:
         logit_scale=1 / logit_scale if graph.logits_times else logit_scale,
         score_cap=get("attn_logit_softcapping", float, graph.score_cap) if graph.score_cap else 0.0,
         logit_cap=get("final_logit_softcapping", float, graph.logit_cap) if caps_logits else 0.0, window=window,
+        value_dim=0 if values == usual else values, value_scale=get("attention.value_scale", float, 1.0),
         windows=windows, local_heads=local_heads,
         shared_kv=_read_shared(metadata, arch, windows or (False,) * layers, path), local_base=local_base,
         temperature=temperature, temperature_length=length or original, temperature_offset=offset,

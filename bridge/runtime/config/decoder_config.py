@@ -92,6 +92,8 @@ class DecoderConfig:
     each_input: int = 0  # elements of what each layer gets of a token's own; 0: they get nothing
     streams: int = 0  # of activations, if there are several: see cpu/ops/stream_ops.py
     sparsity: tuple[float, ...] = ()  # of each layer: deviations above the mean that its gate's values are cut at
+    value_dim: int = 0  # elements of a head's values, if they are fewer than those of its keys
+    value_scale: float = 1.0  # that the heads' results are multiplied by
     relu2: bool = False  # relu squared in place of silu
     xielu: tuple[tuple[float, ...], ...] = ()  # of each layer, see decoder_ops.py
     recurrent: RecurrentConfig | None = None  # the layers with a state, where there are some
@@ -145,7 +147,11 @@ class DecoderConfig:
         """Elements of all heads' queries, as the matrix makes them, and of all heads' results."""
         if self.latent is not None:
             return self.heads * (self.latent.plain + heads.rotated), self.heads * self.latent.value
-        return self.heads * heads.dim, self.heads * heads.dim
+        return self.heads * heads.dim, self.heads * (self.value_dim or heads.dim)
+
+    def attended(self, heads: Heads) -> int:
+        """Elements of all heads' results as attention makes them, where values are as wide as keys."""
+        return self.heads * (heads.dim if self.latent is None else self.latent.value)
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer's network is a mixture of experts."""

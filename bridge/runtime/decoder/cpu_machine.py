@@ -237,10 +237,15 @@ class CpuMachine:
     def _head_sizes(self, x: np.ndarray) -> tuple[int, int]:
         return self.config.heads, x.shape[1] // self.config.heads
 
+    def fit_heads(self, x: np.ndarray, heads: int, size: int, name: str) -> np.ndarray:
+        out = self._buffer(name, heads * size)
+        self._for_each(ops.function("fit_heads"), address(x), address(out), heads, x.shape[1] // heads, size)
+        return out
+
     def attend(self, layer: Layer, index: int, q: np.ndarray, k: np.ndarray | None, v: np.ndarray | None) -> np.ndarray:
         c, count, kind = self.config, len(self.caches), self.caches[0].kind
         heads = c.heads_of(index)
-        attended = self._buffer("attended", c.widths(heads)[1])
+        attended = self._buffer("attended", c.attended(heads))
         queries, results = q, attended
         module: Any = attn
         if c.latent is not None:

@@ -57,6 +57,9 @@ class Machine(Protocol):
     def split_gate(self, q: Value) -> tuple[Value, Value]:
         """Queries, and what `gate_heads` takes, of q [n, heads, 2, head_dim]."""
 
+    def fit_heads(self, x: Value, heads: int, size: int, name: str) -> Value:
+        """x [n, heads, any] with each head cut off, or filled with zeros, to `size` elements."""
+
     def attend(self, layer: Layer, index: int, q: Value, k: Value | None, v: Value | None) -> Value:
         """Rotates q and k, stores k and v, and attends: the heads' results.
 

@@ -130,6 +130,12 @@ class NumpyMachine:
     def gate_heads(self, x: np.ndarray, gate: np.ndarray) -> None:
         x *= _sigmoid(gate)
 
+    def fit_heads(self, x: np.ndarray, heads: int, size: int, name: str) -> np.ndarray:
+        each = x.reshape(len(x), heads, -1)
+        fitted = np.zeros((len(x), heads, size), np.float32)
+        fitted[:, :, : each.shape[2]] = each[:, :, :size]
+        return fitted.reshape(len(x), -1)
+
     def attend(self, layer: Layer, index: int, q: np.ndarray, k: np.ndarray | None, v: np.ndarray | None) -> np.ndarray:
         c, heads, n = self.config, self.config.heads_of(index), len(q)
         queries = q.reshape(n, c.heads, -1)

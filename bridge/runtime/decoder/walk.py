@@ -88,7 +88,12 @@ def _attend(m: Machine, x: Value, layer: Layer, index: int, c: DecoderConfig) ->
     if c.graph.normed_together:
         m.normalize(q, layer.q_norm)
         m.normalize(k, layer.k_norm)
+    if c.value_dim and v is not None:
+        v = m.fit_heads(v, c.heads_of(index).kv, c.head_dim, "values")
     attended = m.attend(layer, index, q, k, v)
+    if c.value_dim:
+        attended = m.fit_heads(attended, c.heads, c.value_dim, "results")
+    m.scale(attended, c.value_scale)
     if gate is not None:
         m.gate_heads(attended, gate)
     return m.normalize(attended, layer.attn_sub_norm)

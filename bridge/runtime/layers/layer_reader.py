@@ -50,7 +50,7 @@ class LayerReader:
             ffn_post_norm=self._norm("post_ffw_norm.weight", graph.post_norm),
             attn_sub_norm=self._norm("attn_sub_norm.weight", graph.sub_norm, c.heads * c.head_dim),
             ffn_sub_norm=self._norm("ffn_sub_norm.weight", graph.sub_norm, c.inner),
-            sinks=self._norm("attn_sinks.weight", graph.sinks, c.heads),
+            sinks=self._sinks() if graph.sinks else None,
             **(self._mixing() if c.mixes(self.index) else {}),
             **network,
         )
@@ -72,6 +72,11 @@ class LayerReader:
             ),
             "laurel": Laurel(left, right, self._vector("laurel_post_norm.weight", c.hidden, True)),
         }  # fmt: skip
+
+    def _sinks(self) -> np.ndarray:
+        """float32 [heads]; a score of minus infinity, which takes no share, where layers may have no sinks."""
+        sinks = self._vector("attn_sinks.weight", self.config.heads, not self.config.graph.some_sinks)
+        return np.full(self.config.heads, -np.inf, np.float32) if sinks is None else sinks
 
     def _mixing(self) -> dict[str, Any]:
         """Attention, or what takes its place, with its output matrix."""
@@ -133,7 +138,8 @@ class LayerReader:
         c, heads = self.config, self.config.heads_of(self.index)
         q, kv = c.heads * heads.dim, heads.kv * heads.dim
         parts: dict[str, Any] = {}
-        ends = dict(zip("qkv", ((0, q), (q, q + kv), (q + kv, q + 2 * kv)), strict=True))
+        rows = q + kv + heads.kv * (c.value_dim or heads.dim)
+        ends = dict(zip("qkv", ((0, q), (q, q + kv), (q + kv, rows)), strict=True))
         if not c.makes_keys(self.index):
             del ends["k"], ends["v"]
         elif c.graph.values_normed:
@@ -141,14 +147,14 @@ class LayerReader:
             if not self._has("attn_v.weight"):
                 del ends["v"]
         if self._has("attn_qkv.weight"):  # in one matrix
-            joined, bias = self._matrix("attn_qkv", q + 2 * kv, c.hidden), self._vector("attn_qkv.bias", q + 2 * kv)
+            joined, bias = self._matrix("attn_qkv", rows, c.hidden), self._vector("attn_qkv.bias", rows)
             for name, (first, stop) in ends.items():
                 parts[name] = joined.slice_rows(first, stop)
                 parts[f"{name}_bias"] = None if bias is None else bias[first:stop]
         else:
             for name, (first, stop) in ends.items():
-                rows = 2 * q if name == "q" and c.graph.output_gate else stop - first
-                parts[name] = self._matrix(f"attn_{name}", rows, c.hidden)
+                gated = name == "q" and c.graph.output_gate
+                parts[name] = self._matrix(f"attn_{name}", 2 * q if gated else stop - first, c.hidden)
                 parts[f"{name}_bias"] = self._vector(f"attn_{name}.bias", stop - first)
         if c.graph.layer_norm and self._has("attn_q_norm.weight"):
             raise BridgeError(

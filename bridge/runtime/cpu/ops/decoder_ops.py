@@ -229,10 +229,19 @@ def _gate_heads(both, x, heads, head_dim, _0, _1, _2, first, last):
             y[i] /= np.float32(1.0) + exp(-gate[i])
 
 
+def _fit_heads(x, y, heads, size, fitted, _0, _1, first, last):
+    """y [tokens, heads, fitted] of x [tokens, heads, size]: heads cut off, or filled with zeros."""
+    for head in range(first * heads, last * heads):
+        source = floats(x + 4 * size * head, size)
+        out = floats(y + 4 * fitted * head, fitted)
+        for i in range(fitted):
+            out[i] = source[i] if i < size else np.float32(0.0)
+
+
 FUNCTIONS: dict[str, Any] = {
     "norm": _norm, "layer_norm": _layer_norm, "swiglu": _gated, "geglu": _gated, "gelu": _ungated, "reglu2": _gated,
     "relu2": _ungated, "clamped": _gated, "xielu": _xielu, "sparsify": _sparsify, "scale": _scale, "add": _add,
-    "add_rows": _add_rows, "split_gate": _split_gate, "gate_heads": _gate_heads,
+    "add_rows": _add_rows, "split_gate": _split_gate, "gate_heads": _gate_heads, "fit_heads": _fit_heads,
 }  # fmt: skip
 _ACTIVATIONS = {
     "swiglu": silu_times, "geglu": gelu_times, "gelu": gelu_times, "reglu2": relu2_times, "relu2": relu2_times,
