@@ -15,7 +15,7 @@ def restored(pieces: Sequence[tuple[Part, np.ndarray]], shape: tuple[int, ...]) 
     out = np.empty(shape, np.float32)
     for part, values in pieces:
         if part.factor is not None:
-            values = values / part.factor[rows_of(part)][:, None]
+            values = values / part.factor[rows_of(part)].reshape(-1, *(1,) * (values.ndim - 1))
         if part.change == "+1":
             values = values - 1
         elif part.change == "-exp":

@@ -33,7 +33,7 @@ _LARGEST = 2.0**62  # a checksum of integers
 UNKNOWN = {"bitnet", "nemotron-h"}
 
 # whose config.json the converter reads by transformers 5, which drops keys that it needs
-UNREADABLE = {"minimax-m3", "mimo2", "mimo2-mtp"}
+UNREADABLE = {"minimax-m3", "dots3-note", "mimo2", "mimo2-mtp"}
 
 
 def values_of(name: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -169,6 +169,23 @@ def as_mimo2(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
+def as_dots3_note(folder: Path) -> None:
+    """dots3-note's config.json with the keys of its repository."""
+    config = json.loads((folder / "config.json").read_text())
+    both, kinds = config.pop("rope_parameters"), config.pop("layer_types")
+    config |= {f"swa_{key}": value for key, value in config.pop("per_layer_config")["1"].items()}
+    config |= {
+        "layer_types": ["sliding_attention" if "sliding" in kind else "full_attention" for kind in kinds],
+        "first_k_dense_replace": config.pop("mlp_layer_types").count("dense"), "use_dsa": True,
+        "rope_theta": both["indexed_attention"]["rope_theta"],
+        "swa_rope_theta": both["sliding_attention"]["rope_theta"],
+        "swa_q_lora_rank": config["q_lora_rank"], "swa_qk_rope_head_dim": config["qk_rope_head_dim"],
+        "sliding_window_size": config.pop("sliding_window"), "apply_mla_qkv_lora_rescale": True,
+        "scoring_func": "sigmoid", "topk_method": "noaux_tc",
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 def save_checkpoint(name: str, folder: Path) -> dict[str, tuple[int, ...]]:
     """A checkpoint of a family's names and shapes with made-up values; returns the shapes."""
     name, with_mtp = name.removesuffix(MTP), name.endswith(MTP)
@@ -186,6 +203,8 @@ def save_checkpoint(name: str, folder: Path) -> dict[str, tuple[int, ...]]:
         add_prediction(name, folder, shapes)
     if name == "mimo2":
         as_mimo2(folder)
+    if name == "dots3-note":
+        as_dots3_note(folder)
     if name == "deepseek4":
         shapes = as_deepseek4(folder, shapes)
     made = coarse_values_of if name in TEMPLATES else stored_values_of
@@ -216,7 +235,7 @@ def main(llama_cpp: Path, names: list[str]) -> None:
             if name in UNREADABLE:
                 config = json.loads((folder / "config.json").read_text())
                 config |= config.get("text_config", {})
-                ModelBase.load_hparams = staticmethod(lambda *_, config=config: dict(config))
+                ModelBase.load_hparams = staticmethod(lambda *_, config=config, **__: dict(config))
             kind = get_model_class(get_model_architecture(ModelBase.load_hparams(folder, False), ModelType.TEXT))
             kind.no_mtp = not name.endswith(MTP)  # layers that predict further tokens at once
             kind.set_vocab = TextModel._set_vocab_gpt2  # what the tokenizer is, whatever the family usually has

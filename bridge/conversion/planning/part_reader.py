@@ -138,7 +138,8 @@ class PartReader:
                 rows = rows[:, part.columns]
             if part.factor is not None:
                 span = slice(start, start + len(rows))
-                rows = rows * part.factor[span if part.rows is None else part.rows[span]][:, None]
+                factor = part.factor[span if part.rows is None else part.rows[span]]
+                rows = rows * factor.reshape(-1, *(1,) * (rows.ndim - 1))
             start += len(rows)
             yield rows
 

@@ -74,8 +74,9 @@ def read_rope(config: Config, rotated: int, default_base: float = 10000.0, trunc
     truncate  False for a family trained with yarn's truncate: false, which llama.cpp runs rounded; a note tells
     """
     rules = rope_rules(config)
-    if isinstance(rules.get("full_attention"), dict):
-        rules = rules["full_attention"]
+    for kind in ("full_attention", "indexed_attention"):
+        if isinstance(rules.get(kind), dict):
+            rules = rules[kind]
     base = rope_number(config, rules, "rope_theta", config.get("rope_theta", default_base))
     kind = rules.get("rope_type") or rules.get("type") or "default"
     if kind in ("default", "mrope"):  # for text, mrope is the default rule: its three positions are equal
