@@ -182,6 +182,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "laguna-m": ("LagunaConfig", {"head_dim": 16, "num_hidden_layers": 3, "num_experts": 4, "num_experts_per_tok": 2,
         "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "gating": "per-element",
         "layer_types": 3 * ["full_attention"]}),
+    "mimo2": ("MiMoV2FlashConfig", {"head_dim": 16, "v_head_dim": 8, "num_hidden_layers": 4, "n_routed_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_key_value_heads": 1, "sliding_window": 32,
+        "layer_types": ["full_attention", *2 * ["sliding_attention"], "full_attention"], "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}}),
     "minimax-m2": ("MiniMaxM2Config", {"head_dim": 16, "rotary_dim": 8, "num_local_experts": 4,
         "num_experts_per_tok": 2, "intermediate_size": 32}),
     "minimax-m3": ("MiniMaxM3VLConfig", {"projector_hidden_size": 16, **wrapped("minimax_m3_vl_text",

@@ -33,7 +33,7 @@ _LARGEST = 2.0**62  # a checksum of integers
 UNKNOWN = {"bitnet", "nemotron-h"}
 
 # whose config.json the converter reads by transformers 5, which drops keys that it needs
-UNREADABLE = {"minimax-m3"}
+UNREADABLE = {"minimax-m3", "mimo2"}
 
 
 def values_of(name: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -137,6 +137,21 @@ def as_deepseek4(folder: Path, shapes: dict[str, tuple[int, ...]]) -> dict[str, 
     return found
 
 
+def publish_mimo2(folder: Path) -> None:
+    """The keys of its repository, in place of those of transformers."""
+    config = json.loads((folder / "config.json").read_text())
+    rules, kinds = config.pop("rope_parameters"), config.pop("layer_types")
+    both = {key: config[key] for key in ("head_dim", "num_attention_heads", "v_head_dim")}
+    config |= {f"swa_{key}": value for key, value in both.items()} | {
+        "swa_num_key_value_heads": 2 * config["num_key_value_heads"], "topk_method": "noaux_tc",
+        "hybrid_layer_pattern": [int(kind == "sliding_attention") for kind in kinds], "scoring_func": "sigmoid",
+        "rope_theta": rules["full_attention"]["rope_theta"], "layernorm_epsilon": config.pop("rms_norm_eps"),
+        "swa_rope_theta": rules["sliding_attention"]["rope_theta"],
+        "partial_rotary_factor": rules["full_attention"]["partial_rotary_factor"],
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 def save_checkpoint(name: str, folder: Path) -> dict[str, tuple[int, ...]]:
     """A checkpoint of a family's names and shapes with made-up values; returns the shapes."""
     name, with_mtp = name.removesuffix(MTP), name.endswith(MTP)
@@ -152,6 +167,8 @@ def save_checkpoint(name: str, folder: Path) -> dict[str, tuple[int, ...]]:
             shapes[key] = (shape[0], shape[2], shape[1])
     if with_mtp:
         add_prediction(name, folder, shapes)
+    if name == "mimo2":
+        publish_mimo2(folder)
     if name == "deepseek4":
         shapes = as_deepseek4(folder, shapes)
     made = coarse_values_of if name in TEMPLATES else stored_values_of

@@ -24,6 +24,7 @@ from bridge.models.families.lfm2 import LFM2, LFM2_MOE
 from bridge.models.families.llama import LLAMA, SEED_OSS, SMOLLM3
 from bridge.models.families.llama4 import LLAMA4
 from bridge.models.families.mamba2 import MAMBA2
+from bridge.models.families.mimo2 import MIMO2
 from bridge.models.families.minimax import MINIMAX_M2, MINIMAX_M3
 from bridge.models.families.mistral import MISTRAL, MISTRAL3, MIXTRAL
 from bridge.models.families.mistral4 import MISTRAL4
@@ -41,5 +42,5 @@ ALL = (
     ERNIE4_5, ERNIE4_5_MOE, GRANITE_MOE, LFM2, LFM2_MOE, HUNYUAN, HUNYUAN_MOE, MINIMAX_M2, MINIMAX_M3,
     GLM4_MOE_LITE, GLM4V_MOE, GRANITE_HYBRID, NEMOTRON_H_MOE, NEMOTRON_H, MAMBA2, JAMBA, FALCON_H1, DEEPSEEK32,
     GLM5, APERTUS, DEEPSEEK4, SOLAR_OPEN, DOTS1, GEMMA4_UNIFIED,
-    EXAONE_MOE, COHERE2, COHERE2_MOE, HY3, BAILING_MOE, BAILING_MOE2, LAGUNA,
+    EXAONE_MOE, COHERE2, COHERE2_MOE, HY3, BAILING_MOE, BAILING_MOE2, LAGUNA, MIMO2,
 )  # fmt: skip

@@ -90,8 +90,9 @@ def _config(stored: StoredKeys) -> dict[str, Any]:
     rules = rules_of_both(stored, stored.get("rope.freq_base_swa", 10000.0))
     share = stored.get("rope.dimension_count_swa", head_dim) / head_dim
     rules["rope_parameters"]["sliding_attention"]["partial_rotary_factor"] = share
+    heads = heads if isinstance(heads, list) else [heads] * layers
     return {
-        "num_attention_heads_per_layer": heads if isinstance(heads, list) else [heads] * layers,
+        "num_attention_heads_per_layer": heads, "num_attention_heads": heads[0],
         "sliding_window": window or None, **rules,
         "layer_types": ["sliding_attention" if one else "full_attention" for one in pattern],
     }  # fmt: skip
