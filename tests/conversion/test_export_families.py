@@ -75,7 +75,8 @@ def loaded(folder: Path) -> Any:
     return model.eval()
 
 
-@pytest.mark.parametrize("name", families("minimax-m3"))  # transformers has no names of its language model alone
+# transformers has no names of MiniMax M3's language model alone; no key tells how large Laguna M's gates are
+@pytest.mark.parametrize("name", families("minimax-m3", "laguna-m"))
 def test_floats_have_the_logits_of_the_checkpoint_that_the_gguf_came_from(name: str, tmp_path: Path) -> None:
     path = gguf_of(name, tmp_path, "F32")
     bridge.export(path, tmp_path / "new", dtype="F32")
@@ -84,7 +85,7 @@ def test_floats_have_the_logits_of_the_checkpoint_that_the_gguf_came_from(name: 
 
 
 # Conv1D stays floats; Falcon-H1 has weights that its factors multiply; Mamba2 of transformers needs floats in out_proj
-@pytest.mark.parametrize("name", families("gpt2", "falcon-h1", "mamba2", "minimax-m3"))
+@pytest.mark.parametrize("name", families("gpt2", "falcon-h1", "mamba2", "minimax-m3", "laguna-m"))
 def test_layers_with_codes_have_the_logits_of_the_gguf(name: str, tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors")
     path = gguf_of(name, tmp_path, "Q8_0", **wide_experts(name, 32))

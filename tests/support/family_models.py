@@ -181,7 +181,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}}}),
     "laguna-m": ("LagunaConfig", {"head_dim": 16, "num_hidden_layers": 3, "num_experts": 4, "num_experts_per_tok": 2,
         "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "gating": "per-element",
-        "layer_types": 3 * ["full_attention"]}),
+        "sliding_window": 0, "layer_types": 3 * ["full_attention"]}),
     "mimo2": ("MiMoV2FlashConfig", {"head_dim": 16, "v_head_dim": 8, "num_hidden_layers": 4, "n_routed_experts": 4,
         "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_key_value_heads": 1, "sliding_window": 32,
         "layer_types": ["full_attention", *2 * ["sliding_attention"], "full_attention"], "rope_parameters": {

@@ -73,13 +73,12 @@ def _metadata(config: Config, args: Arguments) -> dict[str, Any]:
         "attention.head_count": _heads(config, args), "leading_dense_block_count": args.leading,
         "rope.dimension_count": rotated("full_attention"),
     }  # fmt: skip
-    windows = list(window_layers(config, args.layers, 1)) if config.get("sliding_window") else [False]
+    if rope_rules(config).get("sliding_attention"):
+        keys |= {"rope.freq_base_swa": local_base(config), "rope.dimension_count_swa": rotated("sliding_attention")}
+    windows = list(window_layers(config, args.layers, 1)) if config.get("sliding_window") else []
     if any(windows):
-        keys |= {
-            "attention.sliding_window": config.integer("sliding_window"),
-            "attention.sliding_window_pattern": None if windows == _usual(args.layers) else windows,
-            "rope.freq_base_swa": local_base(config), "rope.dimension_count_swa": rotated("sliding_attention"),
-        }  # fmt: skip
+        keys["attention.sliding_window"] = config.integer("sliding_window")
+        keys["attention.sliding_window_pattern"] = None if windows == _usual(args.layers) else windows
     return keys
 
 
@@ -93,7 +92,7 @@ def _config(stored: StoredKeys) -> dict[str, Any]:
     heads = heads if isinstance(heads, list) else [heads] * layers
     return {
         "num_attention_heads_per_layer": heads, "num_attention_heads": heads[0],
-        "sliding_window": window or None, **rules,
+        "sliding_window": window, **rules,
         "layer_types": ["sliding_attention" if one else "full_attention" for one in pattern],
     }  # fmt: skip
 
