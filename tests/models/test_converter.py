@@ -130,6 +130,14 @@ PUBLISHED: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], tuple[tup
     ),
     "gpt2": (dict, (("transformer.", ""),)),
     "gpt-oss": (lambda config: old_rope(config, "yarn"), ()),
+    "exaone-moe": (
+        lambda config: {**config, "mlp_layer_types": None, "first_k_dense_replace": None, "layer_types": None,
+            "first_last_k_dense_replace": 1, "sliding_window_pattern": "LLLG"}, ()
+    ),
+    "hy3": (
+        lambda config: {**config, "mlp_layer_types": None, "first_k_dense_replace": 1, "route_norm": True},
+        tuple((f"model.layers.{n}.mlp.expert_bias", f"model.layers.{n}.mlp.e_score_correction_bias") for n in (1, 2)),
+    ),
     "nemotron-h-moe": (
         lambda config: {**config, "layers_block_type": None, "hybrid_override_pattern": "ME*E"}, ()
     ),
