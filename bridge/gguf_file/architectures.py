@@ -168,6 +168,8 @@ ARCHITECTURES = {
     ),
     "seed_oss": Graph(late_norm=True),
     "ernie4_5": Graph(neighbours=True), "ernie4_5-moe": Graph(neighbours=True), "granitemoe": Graph(neighbours=True),
+    "bailingmoe": Graph(neighbours=True, unnormalized=True, shared_experts=0),
+    "bailingmoe2": Graph(normed=True, sigmoid=True, unnormalized=True),
     "hy_v3": Graph(normed=True, sigmoid=True, unnormalized=True, leading=1),
     "mimo2": Graph(sigmoid=True, sinks=True, some_sinks=True, windows=Windows(None, None)),
     "hunyuan-dense": Graph(normed=True, norms_rotated=True), "hunyuan-moe": Graph(normed=True, norms_rotated=True),

@@ -207,6 +207,8 @@ def _with_more(args: Arguments, family: Family, values: Config) -> Arguments:
     args = replace(args, more={key.defines: key.value(values) for key in keys})
     if family.sizes is not None:
         args = replace(args, more={**args.more, **family.sizes(values, args)})
+    if family.layer_sizes is not None:
+        args = replace(args, by_layer=family.layer_sizes(values, args))
     return args if family.factors is None else replace(args, factors=family.factors(values, args))
 
 

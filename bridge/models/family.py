@@ -119,6 +119,7 @@ class Family:
     expects        values that llama.cpp's graph assumes
     names          its config.json's names of keys: usual name -> its name
     sizes          more names for shapes than those of `metadata`: (config, arguments) -> name -> size
+    layer_sizes    sizes that differ between layers: (config, arguments) -> name -> one for each layer
     factors        what rows of linear layers are multiplied by, see `Arguments`
     metadata       more keys of the GGUF, and how a config.json is made of them: see `gguf_keys`
     numbers        keys of the GGUF, whole names, that list a number for each layer: key -> the checkpoint's tensor of
@@ -153,6 +154,7 @@ class Family:
     expects: tuple[Expected, ...] = (SILU,)
     names: Mapping[str, str] = field(default_factory=dict)
     sizes: Callable[[Config, Arguments], Mapping[str, int]] | None = None
+    layer_sizes: Callable[[Config, Arguments], Mapping[str, Sequence[int]]] | None = None
     factors: Callable[[Config, Arguments], Mapping[str, Sequence[float]]] | None = None
     metadata: tuple[Entry, ...] = ()
     numbers: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)

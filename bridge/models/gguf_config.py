@@ -107,7 +107,7 @@ def _config(family: Family, metadata: Mapping[str, Any], names: Collection[str])
             raise BridgeError(f"{arch}.{key} is missing from the metadata; convert the model again")
         return value
 
-    heads, hidden = needed("attention.head_count"), needed("embedding_length")
+    heads, hidden = _largest(needed("attention.head_count")), needed("embedding_length")
     kv_heads = get("attention.head_count_kv", heads)
     tokens = metadata.get("tokenizer.ggml.tokens", ())
     vocab = get("vocab_size") or (tokens if isinstance(tokens, int) else len(tokens))

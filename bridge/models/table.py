@@ -159,7 +159,7 @@ class _Filled:
 
     def add(self, row: Row, layer: int) -> None:
         """Add the tensor of a row in one layer, and its bias; BridgeError if it is not in the checkpoint."""
-        source, shape = row.source.format(layer), self._shape(row)
+        source, shape = row.source.format(layer), self._shape(row, layer)
         parts = self._parts(row, layer, shape)
         if self.stored is None and row.optional and parts[0].source not in self.names:
             return
@@ -185,8 +185,11 @@ class _Filled:
             if not needed:
                 self.optional.add(bias)
 
-    def _shape(self, row: Row) -> tuple[int, ...]:
-        return tuple(sum(self.sizes[name] for name in side.split("+")) for side in row.shape.split())
+    def _shape(self, row: Row, layer: int) -> tuple[int, ...]:
+        def size(name: str) -> int:
+            return self.args.by_layer[name][layer] if name in self.args.by_layer else self.sizes[name]
+
+        return tuple(sum(map(size, side.split("+"))) for side in row.shape.split())
 
     def _name(self, source: str, suffix: str) -> str:
         try:
@@ -245,7 +248,7 @@ class _Filled:
         for row in self.family.table:
             for source in row.also if "*" in row.source else ():
                 if "*" not in source:
-                    yield _Stack.of(source.format(layer), self._shape(row))
+                    yield _Stack.of(source.format(layer), self._shape(row, layer))
 
     def _plan(self, name: str, shape: tuple[int, ...], parts: tuple[Part, ...], type: str | None) -> None:
         for part in parts:

@@ -20,6 +20,7 @@ from bridge.models.gguf_config import family_of_gguf
 from bridge.models.towers.tower import TOWER_NAME
 from tests.support.encode import load_floats
 from tests.support.family_models import MODELS, copy_tokenizer, new_model, randomized
+from tests.support.remote_models import REMOTE
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="5.23")
@@ -33,7 +34,7 @@ PLAIN = ["falcon-h1", "gemma4-moe", "nemotron-h"]  # others are of `make test-al
 
 
 def families(*without: str) -> list[Any]:
-    names = [name for name in MODELS if name not in without]
+    names = [name for name in MODELS if name not in without and name not in REMOTE]
     return [name if name in PLAIN else pytest.param(name, marks=pytest.mark.exhaustive) for name in names]
 
 
@@ -74,7 +75,8 @@ def loaded(folder: Path) -> Any:
     return model.eval()
 
 
-@pytest.mark.parametrize("name", families("minimax-m3"))  # transformers has no names of its language model alone
+# transformers has no names of MiniMax M3's language model alone; no key tells how large Laguna M's gates are
+@pytest.mark.parametrize("name", families("minimax-m3", "laguna-m"))
 def test_floats_have_the_logits_of_the_checkpoint_that_the_gguf_came_from(name: str, tmp_path: Path) -> None:
     path = gguf_of(name, tmp_path, "F32")
     bridge.export(path, tmp_path / "new", dtype="F32")
@@ -83,7 +85,7 @@ def test_floats_have_the_logits_of_the_checkpoint_that_the_gguf_came_from(name: 
 
 
 # Conv1D stays floats; Falcon-H1 has weights that its factors multiply; Mamba2 of transformers needs floats in out_proj
-@pytest.mark.parametrize("name", families("gpt2", "falcon-h1", "mamba2", "minimax-m3"))
+@pytest.mark.parametrize("name", families("gpt2", "falcon-h1", "mamba2", "minimax-m3", "laguna-m"))
 def test_layers_with_codes_have_the_logits_of_the_gguf(name: str, tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors")
     path = gguf_of(name, tmp_path, "Q8_0", **wide_experts(name, 32))
@@ -92,6 +94,15 @@ def test_layers_with_codes_have_the_logits_of_the_gguf(name: str, tmp_path: Path
     expected = logits(bridge.nn.load(path, precision="f32"))
     halves = any(".experts." in tensor.name for tensor in done.tensors if tensor.bits)  # transformers makes them so
     assert (logits(loaded(tmp_path / "new")) - expected).norm() < (5e-3 if halves else 1e-4) * expected.norm()
+
+
+@pytest.mark.parametrize("name", REMOTE)
+def test_a_model_of_its_repositorys_code_gets_its_names_and_values_back(name: str, tmp_path: Path) -> None:
+    bridge.export(gguf_of(name, tmp_path, "F32"), tmp_path / "new", dtype="F32")
+    stored, back = load_floats(tmp_path / "model"), load_floats(tmp_path / "new")
+    stored = {key: values for key, values in stored.items() if key != "lm_head.weight" or name != "ling"}  # as it acts
+    assert {*back} - {"lm_head.weight"} == {*stored} - {"lm_head.weight"}
+    assert max(np.abs(back[key] - values).max() for key, values in stored.items()) < 1e-6
 
 
 def test_a_language_model_gets_its_published_names_and_values_back(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from tests.support.encode import load_floats, write_gptq
 from tests.support.encode_compressed import write_experts
 from tests.support.family_models import copy_tokenizer, new_model, randomized
 from tests.support.make_families import GOLDENS, checksum, plain, stored_values_of, values_of
+from tests.support.remote_models import REMOTE
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -129,6 +130,14 @@ PUBLISHED: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], tuple[tup
     ),
     "gpt2": (dict, (("transformer.", ""),)),
     "gpt-oss": (lambda config: old_rope(config, "yarn"), ()),
+    "exaone-moe": (
+        lambda config: {**config, "mlp_layer_types": None, "first_k_dense_replace": None, "layer_types": None,
+            "first_last_k_dense_replace": 1, "sliding_window_pattern": "LLLG"}, ()
+    ),
+    "hy3": (
+        lambda config: {**config, "mlp_layer_types": None, "first_k_dense_replace": 1, "route_norm": True},
+        tuple((f"model.layers.{n}.mlp.expert_bias", f"model.layers.{n}.mlp.e_score_correction_bias") for n in (1, 2)),
+    ),
     "nemotron-h-moe": (
         lambda config: {**config, "layers_block_type": None, "hybrid_override_pattern": "ME*E"}, ()
     ),
@@ -185,6 +194,9 @@ QUANTIZED: dict[str, tuple[bool, dict[str, int]]] = {
     "glm4-moe-lite": (False, {"q_lora_rank": 32, "kv_lora_rank": 32, "v_head_dim": 16, "moe_intermediate_size": 32}),
     "exaone-moe": (False, {"moe_intermediate_size": 32}),
     "cohere2": (True, {}), "cohere2-moe": (False, {}), "hy3": (False, {"moe_intermediate_size": 32}),
+    "laguna": (False, {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}),
+    "mimo2": (False, {"moe_intermediate_size": 32}), "ling": (False, {}),
+    "ling2": (False, {"moe_intermediate_size": 32}),
     "solar-open": (False, {"moe_intermediate_size": 32}), "dots1": (False, {"moe_intermediate_size": 32}),
     "hunyuan-moe": (False, {}), "minimax-m2": (False, {}), "minimax-m3": (False, {}),
     "granite-4": (False, {}), "gemma4": (False, {"hidden_size_per_layer_input": 32}),
@@ -224,7 +236,7 @@ def test_a_quantized_familys_codes_are_carried_and_its_weights_are_the_checkpoin
     }
     assert {*carried.values()} == {"codes carried"}
     assert len(carried) > 3 or act_order
-    if name == "phimoe":  # which llama.cpp computes otherwise
+    if name == "phimoe" or name in REMOTE:  # the former llama.cpp computes otherwise, the others transformers lacks
         return
     bridge.convert(tmp_path / "gptq", tmp_path / "f.gguf", tensor_types=[(".*", "F32")], mmproj_type="none")
     reference = dequantized(tmp_path / "reference", tmp_path / "float", stored)

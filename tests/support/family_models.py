@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.conftest import CHECKPOINT
+from tests.support.remote_models import REMOTE, save_remote
 
 TEXT: dict[str, Any] = {
     "vocab_size": 2048, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -175,6 +176,22 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "layer_types": ["full_attention", *2 * ["sliding_attention"], "full_attention"]}),
     "hy3": ("HYV3Config", {"head_dim": 16, "num_hidden_layers": 3, "num_experts": 4, "num_experts_per_tok": 2,
         "moe_intermediate_size": 16, "num_shared_experts": 2}),
+    "ling": ("GraniteMoeSharedConfig", {"attention_multiplier": 8**-0.5, "embedding_multiplier": 1.0,
+        "residual_multiplier": 1.0, "logits_scaling": 1.0, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "shared_intermediate_size": 128}),
+    "ling2": ("Glm4MoeConfig", {"head_dim": 8, "use_qk_norm": True, "n_routed_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16, "num_hidden_layers": 3, "n_group": 2, "topk_group": 1,
+        "routed_scaling_factor": 2.5}),
+    "laguna": ("LagunaConfig", {"head_dim": 16, "num_hidden_layers": 5, "num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24, "sliding_window": 32,
+        "num_attention_heads_per_layer": [4, 6, 6, 6, 4], "moe_routed_scaling_factor": 2.5,
+        "layer_types": ["full_attention", *3 * ["sliding_attention"], "full_attention"],
+        "rope_parameters": {"full_attention": {"rope_type": "yarn", "rope_theta": 500000.0, "factor": 4.0,
+            "original_max_position_embeddings": 64, "partial_rotary_factor": 0.5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}}}),
+    "laguna-m": ("LagunaConfig", {"head_dim": 16, "num_hidden_layers": 3, "num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "gating": "per-element",
+        "sliding_window": 0, "layer_types": 3 * ["full_attention"]}),
     "minimax-m2": ("MiniMaxM2Config", {"head_dim": 16, "rotary_dim": 8, "num_local_experts": 4,
         "num_experts_per_tok": 2, "intermediate_size": 32}),
     "minimax-m3": ("MiniMaxM3VLConfig", {"projector_hidden_size": 16, **wrapped("minimax_m3_vl_text",
@@ -286,6 +303,8 @@ def new_model(name: str, **fields: Any) -> Any:
     for module in model.modules():
         if hasattr(module, "time_step_limit"):  # Nemotron-H's is 0.001 in transformers; llama.cpp has no such limit
             module.time_step_limit = (0.0, float("inf"))
+    if name in REMOTE:
+        model.save_pretrained = lambda folder, **_: save_remote(name, model, folder)
     return model.eval()
 
 

@@ -24,6 +24,7 @@ _ELEMENTWISE: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "+1": lambda values: values + np.float32(1),
     "-exp": lambda values: -np.exp(values),
     "softplus": lambda values: np.logaddexp(0, values, dtype=np.float64).astype(np.float32),
+    "unit columns": lambda values: values / (np.linalg.norm(values, axis=0) + np.float32(1e-7)),
 }
 _WINDOW = 16  # consecutive rows of a sample: a cache line of GPTQ's words
 _REPEATED = 1.1  # so much larger than its sources a tensor may be: Gemma 3n's tokens of images share a row

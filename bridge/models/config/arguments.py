@@ -40,6 +40,7 @@ class Arguments:
     kinds: tuple[str, ...] = ()  # each layer's, as config.json's layer_types names it, in families with several
     predicting: int = 0  # layers after these that predict further tokens, see `prediction`
     more: Mapping[str, int] = field(default_factory=dict)  # sizes that only one family has
+    by_layer: Mapping[str, Sequence[int]] = field(default_factory=dict)  # sizes that differ between layers, of each
     # what the rows of a linear layer are multiplied by, for models whose graph multiplies where llama.cpp's does not:
     # its name in the table -> one for each size of its rows ("q+kv+kv": three)
     factors: Mapping[str, Sequence[float]] = field(default_factory=dict)
@@ -155,7 +156,9 @@ def read_arguments(config: Config, keys: Mapping[str, Any]) -> Arguments:
         context=config.integer("max_position_embeddings", keys.get("max_position_embeddings")),
         norm_eps=config.number("rms_norm_eps", keys.get("rms_norm_eps", 1e-6)),
         tied=bool(config.get("tie_word_embeddings", keys.get("tie_word_embeddings", False))),
-        rope=read_rope(config, rotated, keys.get("rope_theta", 10000.0), keys.get("truncate", True)),
+        rope=read_rope(
+            config, rotated, keys.get("rope_theta", 10000.0), keys.get("truncate", True), keys.get("yarn_betas", True)
+        ),
         attention_bias=flag("attention_bias"), mlp_bias=flag("mlp_bias"),
         window=window if "sliding_window" in keys else None,
         upper_window=window if flag("use_sliding_window") else None,
@@ -188,7 +191,8 @@ def listed_layers(config: Config) -> list[Any] | None:
     """The kinds of a config.json's layers, as a list or a letter for each; they may stand in for their number."""
     kinds = config.get("layer_types", config.get("hybrid_override_pattern"))
     if kinds is None and isinstance(config.get("hybrid_layer_pattern"), list):  # published configs of MiMo V2
-        kinds = ["sliding_attention" if window else "full_attention" for window in config.get("hybrid_layer_pattern")]
+        names = {0: "full_attention", 1: "sliding_attention"}
+        kinds = [names.get(one, one) for one in config.get("hybrid_layer_pattern")]
     return list(kinds) if isinstance(kinds, (list, str)) else None
 
 

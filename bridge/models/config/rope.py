@@ -68,10 +68,13 @@ def rope_rules(config: Config) -> dict[str, Any]:
     return rules
 
 
-def read_rope(config: Config, rotated: int, default_base: float = 10000.0, truncate: bool = True) -> Rope:
+def read_rope(
+    config: Config, rotated: int, default_base: float = 10000.0, truncate: bool = True, betas: bool = True
+) -> Rope:
     """The rope of a config for `rotated` elements of a head; BridgeError for rules that llama.cpp does not have.
 
     truncate  False for a family trained with yarn's truncate: false, which llama.cpp runs rounded; a note tells
+    betas     False for a family with betas of its own in yarn, which llama.cpp does not read; a note tells
     """
     rules = rope_rules(config)
     for kind in ("full_attention", "indexed_attention"):
@@ -90,7 +93,7 @@ def read_rope(config: Config, rotated: int, default_base: float = 10000.0, trunc
     if kind in ("longrope", "su"):
         return _longrope(config, rules, base, rotated)
     if kind == "yarn":
-        return _yarn(config, rules, base, truncate)
+        return _yarn(config, rules, base, truncate, betas)
     if kind == "dynamic":
         context = config.integer("max_position_embeddings")
         note = f"dynamic rope scaling is dropped: the model works up to {context} tokens, as trained, not beyond"
@@ -198,22 +201,24 @@ def _longrope(config: Config, rules: dict[str, Any], base: float, rotated: int) 
     return Rope(base, "longrope", original_context=original, attention_factor=size, factors=factors)
 
 
-def _yarn(config: Config, rules: dict[str, Any], base: float, truncate: bool) -> Rope:
+def _yarn(config: Config, rules: dict[str, Any], base: float, truncate: bool, betas: bool) -> Rope:
     factor = rope_number(config, rules, "factor")
     original = _tokens(config, rules, config.get("max_position_embeddings"))
     fast, slow = rope_number(config, rules, "beta_fast", 32.0), rope_number(config, rules, "beta_slow", 1.0)
-    if (fast, slow) != (32.0, 1.0):
+    notes: tuple[str, ...] = ()
+    if (fast, slow) != (32.0, 1.0) and not betas:
+        notes = (f"yarn with beta_fast {fast:g} and beta_slow {slow:g}; llama.cpp has 32 and 1 for this architecture",)
+    elif (fast, slow) != (32.0, 1.0):
         # llama.cpp reads the two keys for a few other architectures only
         raise BridgeError(
             f"{config.path}: yarn with beta_fast {fast:g} and beta_slow {slow:g}; llama.cpp supports only 32 "
             "and 1 for this architecture"
         )
-    notes: tuple[str, ...] = ()
     if rules.get("truncate") is False:
         rounded = "yarn with truncate false; llama.cpp rounds the ramp's ends to dimensions"
         if truncate:
             raise BridgeError(f"{config.path}: {rounded}")
-        notes = (rounded,)
+        notes = (*notes, rounded)
 
     def mscale(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -1,6 +1,7 @@
 """The known families. Where an architecture's name stands for several, the first that is chosen."""
 
 from bridge.models.families.apertus import APERTUS
+from bridge.models.families.bailing import BAILING_MOE, BAILING_MOE2
 from bridge.models.families.bitnet import BITNET
 from bridge.models.families.command_r import COHERE2, COHERE2_MOE, COMMAND_R
 from bridge.models.families.deepseek import DEEPSEEK2, DEEPSEEK32, GLM4_MOE_LITE, GLM5
@@ -19,6 +20,7 @@ from bridge.models.families.gpt_oss import GPT_OSS
 from bridge.models.families.granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE
 from bridge.models.families.hunyuan import HUNYUAN, HUNYUAN_MOE, HY3
 from bridge.models.families.jamba import JAMBA
+from bridge.models.families.laguna import LAGUNA
 from bridge.models.families.lfm2 import LFM2, LFM2_MOE
 from bridge.models.families.llama import LLAMA, SEED_OSS, SMOLLM3
 from bridge.models.families.llama4 import LLAMA4
@@ -41,5 +43,5 @@ ALL = (
     ERNIE4_5, ERNIE4_5_MOE, GRANITE_MOE, LFM2, LFM2_MOE, HUNYUAN, HUNYUAN_MOE, MINIMAX_M2, MINIMAX_M3,
     GLM4_MOE_LITE, GLM4V_MOE, GRANITE_HYBRID, NEMOTRON_H_MOE, NEMOTRON_H, MAMBA2, JAMBA, FALCON_H1, DEEPSEEK32,
     GLM5, APERTUS, DEEPSEEK4, SOLAR_OPEN, DOTS1, GEMMA4_UNIFIED, MIMO2, DOTS3_NOTE,
-    EXAONE_MOE, COHERE2, COHERE2_MOE, HY3,
+    EXAONE_MOE, COHERE2, COHERE2_MOE, HY3, BAILING_MOE, BAILING_MOE2, LAGUNA,
 )  # fmt: skip

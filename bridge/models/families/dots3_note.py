@@ -107,7 +107,7 @@ def _config(stored: StoredKeys) -> dict[str, Any]:
     return {
         "num_attention_heads": full, "num_key_value_heads": full, "qk_nope_head_dim": plain,
         "head_dim": plain + rope, "sliding_window": stored.get("attention.sliding_window"),
-        "layer_types": [_WINDOW if window else "indexed_attention" for window in windows],
+        "layer_types": [_WINDOW if window else "full_attention" for window in windows], "use_dsa": True,
         "per_layer_config": {str(layer): each for layer, window in enumerate(windows) if window},
         "rope_parameters": {kind: {"rope_type": "default", "rope_theta": base} for kind, base in bases.items()},
         "shared_experts_intermediate_size": stored.get("expert_feed_forward_length"),

@@ -102,7 +102,8 @@ MIMO2 = Family(
     expects=(
         SILU, NO_BIASES, Expected("scoring_func", ("sigmoid",)), Expected("topk_method", ("noaux_tc",)),
         Expected("n_group", (1,)), Expected("topk_group", (1,)), Expected("norm_topk_prob", (True,)),
-        Expected("routed_scaling_factor", (1.0,)), Expected("n_shared_experts", (None, 0)),
+        Expected("routed_scaling_factor", (1.0,)), Expected("tie_word_embeddings", (False,)),
+        Expected("n_shared_experts", (None, 0)),
     ),
     sizes=_sizes,
     metadata=(
