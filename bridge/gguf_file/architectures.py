@@ -91,6 +91,7 @@ class Graph:
     parallel: bool = False  # the network reads what attention read
     gated: bool = True  # the network has a gate
     gelu: bool = False  # gelu (its tanh form) in place of silu
+    relu2: bool = False  # relu squared in place of silu
     clamped: bool = False  # gpt-oss's form of silu and of what it multiplies, see cpu/ops/decoder_ops.py
     xielu: bool = False  # an activation with numbers of each layer, see cpu/ops/decoder_ops.py
     alone: bool = False  # each layer is attention, or what takes its place, or a network: not both
@@ -120,7 +121,7 @@ _CONVOLVED: dict[str, Any] = {
 }  # fmt: skip
 _LATENT: dict[str, Any] = {"neighbours": True, "latent": True, "unnormalized": True, "shared_experts": 0}
 _DELTA: dict[str, Any] = {"normed": True, "late_norm": True, "output_gate": True}
-_NEMOTRON_H: dict[str, Any] = {"alone": True, "gated": False, "state": State(MAMBA)}
+_NEMOTRON_H: dict[str, Any] = {"alone": True, "gated": False, "relu2": True, "state": State(MAMBA)}
 _INDEXED, _TILED = Graph(**_LATENT, sigmoid=True), Graph(**_DELTA, state=State(DELTA, tiled=True))
 ARCHITECTURES = {
     "llama": Graph(neighbours=True), "mistral3": Graph(neighbours=True), "qwen2": Graph(), "qwen2vl": Graph(),
@@ -132,6 +133,11 @@ ARCHITECTURES = {
         normed=True, normed_together=True, pre_norm=False, post_norm=True,
         windows=Windows(4, base=None, scaled=False),
     ),
+    "olmoe": Graph(normed=True, normed_together=True, unnormalized=True),
+    "mellum": Graph(normed=True, windows=Windows(4, base=None, scaled=False)),
+    "granite_swa": Graph(neighbours=True, windows=Windows(None, tokens=None, base=None), sinks=True),
+    "arcee": Graph(neighbours=True, gated=False, relu2=True),
+    "jais2": Graph(layer_norm=True, gated=False, relu2=True),
     "bitnet": Graph(sub_norm=True),
     "gemma2": Graph(
         post_norm=True, gelu=True, scaled=True, windows=Windows(2, tokens=4096), score_cap=50.0, logit_cap=30.0,

@@ -68,14 +68,18 @@ def rope_rules(config: Config) -> dict[str, Any]:
     return rules
 
 
+def _global_rules(config: Config) -> dict[str, Any]:
+    """`rope_rules`; those of layers with full attention where layers with a window have others."""
+    rules = rope_rules(config)
+    return rules["full_attention"] if isinstance(rules.get("full_attention"), dict) else rules
+
+
 def read_rope(config: Config, rotated: int, default_base: float = 10000.0, truncate: bool = True) -> Rope:
     """The rope of a config for `rotated` elements of a head; BridgeError for rules that llama.cpp does not have.
 
     truncate  False for a family trained with yarn's truncate: false, which llama.cpp runs rounded; a note tells
     """
-    rules = rope_rules(config)
-    if isinstance(rules.get("full_attention"), dict):
-        rules = rules["full_attention"]
+    rules = _global_rules(config)
     base = rope_number(config, rules, "rope_theta", config.get("rope_theta", default_base))
     kind = rules.get("rope_type") or rules.get("type") or "default"
     if kind in ("default", "mrope"):  # for text, mrope is the default rule: its three positions are equal
@@ -228,7 +232,7 @@ def _yarn(config: Config, rules: dict[str, Any], base: float, truncate: bool) ->
 
 def yarn_betas(config: Config, rope: Rope) -> dict[str, float]:
     """The keys of yarn's betas, which llama.cpp's converter writes if config.json has them."""
-    rules = rope_rules(config) if rope.type == "yarn" else {}
+    rules = _global_rules(config) if rope.type == "yarn" else {}
     return {f"rope.scaling.yarn_{key}": float(rules[key]) for key in ("beta_fast", "beta_slow") if key in rules}
 
 

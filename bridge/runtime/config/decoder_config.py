@@ -93,6 +93,7 @@ class DecoderConfig:
     streams: int = 0  # of activations, if there are several: see cpu/ops/stream_ops.py
     sparsity: tuple[float, ...] = ()  # of each layer: deviations above the mean that its gate's values are cut at
     relu2: bool = False  # relu squared in place of silu
+    rotated_layers: tuple[bool, ...] = ()  # whether a layer's q and k are rotated; (): the graph says it
     xielu: tuple[tuple[float, ...], ...] = ()  # of each layer, see decoder_ops.py
     recurrent: RecurrentConfig | None = None  # the layers with a state, where there are some
     inners: tuple[int, ...] = ()  # of each layer, if not all are alike; 0: it has no network
@@ -168,6 +169,8 @@ class DecoderConfig:
 
     def rotates(self, layer: int) -> bool:
         """Whether a layer's q and k are rotated."""
+        if self.rotated_layers:
+            return layer >= self.layers or self.rotated_layers[layer]
         if self.windows and self.graph.windows is not None and self.graph.windows.alone_rotated:
             return self.windowed(layer)
         return not self.graph.unrotated_every or (layer + 1) % self.graph.unrotated_every != 0
