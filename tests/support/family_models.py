@@ -177,6 +177,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             str(layer): {"head_dim": 32} for layer in (1, 3)}}),
     "gemma4-dense": ("Gemma4TextConfig", {**GEMMA4, "attention_k_eq_v": True, "num_key_value_heads": 2,
         "per_layer_config": {str(layer): {"head_dim": 32, "num_key_value_heads": 1} for layer in (1, 3)}}),
+    "gemma4-unified": ("Gemma4UnifiedConfig", {"text_config": {**TEXT, **GEMMA4, "model_type": "gemma4_unified_text",
+        "pad_token_id": 0, "attention_k_eq_v": True, "per_layer_config": {
+            str(layer): {"head_dim": 32, "num_key_value_heads": 1} for layer in (1, 3)}},
+        "vision_config": {"patch_size": 4, "mm_embed_dim": 32, "mm_posemb_size": 16,
+            "output_proj_dims": 32}, "audio_config": {"audio_embed_dim": 48}}),
     "gemma4-moe": ("Gemma4TextConfig", {**GEMMA4, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2,
         "moe_intermediate_size": 16, "per_layer_config": {str(layer): {"head_dim": 32} for layer in (1, 3)}}),
     "gemma3n": ("Gemma3nTextConfig", {"num_hidden_layers": 4, "head_dim": 16, "tie_word_embeddings": True,
@@ -238,6 +243,7 @@ PUBLISHED_AS: dict[str, dict[str, str]] = {
         '"sparse_block_size": 32, "sparse_topk_blocks": 2, "sparse_local_block": 1}, "moe_layer_freq": [0, 1, 1, 1], '
         '"n_shared_experts": 1, "scoring_func": "sigmoid",',
     },
+    "gemma4-unified": {'"hidden_activation"': '"moe_intermediate_size": null, "hidden_activation"'},
     "granite-swa": {'"layer_rope_theta": [': '"no_rope_layers": [0, 1, 1, 1], "layer_rope_theta": ['},
     "granite-4": {'"linear_attention"': '"mamba"', '"full_attention"': '"attention"'},
 }
