@@ -67,6 +67,7 @@ class Graph:
     no_unit_norms: int = 0  # experts of the model that does not normalize them
     values_normed: bool = False  # by no weights; where a layer has no matrix for values they are the keys
     output_gate: bool = False  # results are multiplied by a sigmoid; its rows follow those of each head in q's matrix
+    gate_matrix: bool = False  # they are by that of what a matrix of its own makes, attn_gate
     latent: bool = False  # keys and values are made of a latent vector
     sinks: bool = False  # each head has a score for no position at all
     unscaled: bool = False  # scores are not scaled, if attention.scale does not say so
@@ -136,6 +137,10 @@ ARCHITECTURES = {
     "olmoe": Graph(normed=True, normed_together=True, unnormalized=True),
     "mellum": Graph(normed=True, windows=Windows(4, base=None, scaled=False)),
     "granite_swa": Graph(neighbours=True, windows=Windows(None, tokens=None, base=None), sinks=True),
+    "afmoe": Graph(
+        normed=True, post_norm=True, scaled=True, gate_matrix=True, windows=Windows(4), unrotated_every=4, sigmoid=True,
+        unnormalized=True, shared_experts=0,
+    ),
     "arcee": Graph(neighbours=True, gated=False, relu2=True),
     "jais2": Graph(layer_norm=True, gated=False, relu2=True),
     "bitnet": Graph(sub_norm=True),

@@ -179,7 +179,7 @@ QUANTIZED: dict[str, tuple[bool, dict[str, int]]] = {
     "qwen3.5-moe": (False, {"linear_key_head_dim": 32, "linear_value_head_dim": 32, "moe_intermediate_size": 32,
         "shared_expert_intermediate_size": 32}),
     "arcee": (True, {}), "jais2": (True, {}), "olmoe": (False, {}), "mellum2": (False, {"moe_intermediate_size": 32}),
-    "granite-swa": (True, {}), "granite-moe-swa": (False, {"shared_intermediate_size": 64}),
+    "afmoe": (True, {"moe_intermediate_size": 32}), "granite-swa": (True, {}), "granite-moe-swa": (False, {"shared_intermediate_size": 64}),
     "seed-oss": (True, {}), "olmo3": (True, {}), "exaone4": (True, {}), "ministral3": (True, {}),
     "ernie4.5": (True, {}), "hunyuan": (True, {}), "lfm2": (False, {"intermediate_size": 96, "block_multiple_of": 32}),
     "ernie4.5-moe": (False, {"moe_intermediate_size": 32, "intermediate_size": 128}),

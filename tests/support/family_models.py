@@ -102,6 +102,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 500000.0},
             "full_attention": {"rope_type": "yarn", "rope_theta": 500000.0, "factor": 4.0, "beta_fast": 32.0,
                 "beta_slow": 1.0, "original_max_position_embeddings": 64}}}),
+    "afmoe": ("AfmoeConfig", {"num_hidden_layers": 4, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16, "sliding_window": 32, "mup_enabled": True, "route_scale": 2.5}),
     "arcee": ("ArceeConfig", {"head_dim": 16, "rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0,
         "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0}}),
     "jais2": ("Jais2Config", {}),

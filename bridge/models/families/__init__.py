@@ -1,5 +1,6 @@
 """The known families. Where an architecture's name stands for several, the first that is chosen."""
 
+from bridge.models.families.afmoe import AFMOE
 from bridge.models.families.apertus import APERTUS
 from bridge.models.families.arcee import ARCEE
 from bridge.models.families.bitnet import BITNET
@@ -42,5 +43,5 @@ ALL = (
     ERNIE4_5, ERNIE4_5_MOE, GRANITE_MOE, LFM2, LFM2_MOE, HUNYUAN, HUNYUAN_MOE, MINIMAX_M2, MINIMAX_M3,
     GLM4_MOE_LITE, GLM4V_MOE, GRANITE_HYBRID, NEMOTRON_H_MOE, NEMOTRON_H, MAMBA2, JAMBA, FALCON_H1, DEEPSEEK32,
     GLM5, APERTUS, DEEPSEEK4, SOLAR_OPEN, DOTS1, GEMMA4_UNIFIED,
-    ARCEE, JAIS2, OLMOE, MELLUM, GRANITE_SWA, GRANITE_MOE_SWA,
+    ARCEE, AFMOE, JAIS2, OLMOE, MELLUM, GRANITE_SWA, GRANITE_MOE_SWA,
 )  # fmt: skip

@@ -155,6 +155,8 @@ class LayerReader:
                 f"{self._name('attn_q_norm.weight')}: heads normalized by a norm of their own (Command-R+) cannot run "
                 "here; llama.cpp can run it"
             )
+        if c.graph.gate_matrix:
+            parts["head_gate"] = self._matrix("attn_gate", q, c.hidden)
         for name in {*ends} - {"v"}:
             first, stop = ends[name]
             size = stop - first if c.graph.normed_together else heads.dim
