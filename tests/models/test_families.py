@@ -129,6 +129,7 @@ def test_the_docs_list_every_family_and_tell_where_it_runs() -> None:
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv is 8.0"),
         ("olmoe", {"norm_topk_prob": True}, "norm_topk_prob is True"),
         ("olmoe", {"num_key_value_heads": 2}, "4 heads of 8 elements, 2 of keys, in a hidden_size of 32"),
+        ("youtu", {"rope_interleave": False}, "rope_interleave is False"),
         ("afmoe", {"layer_types": 4 * ["sliding_attention"]}, "layers other than every fourth attend to everything"),
         ("afmoe", {"mup_enabled": False}, "mup_enabled is False"),
         ("arcee", {"hidden_act": "silu"}, "hidden_act is 'silu'"),

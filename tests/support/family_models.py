@@ -122,6 +122,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "num_key_value_heads": 4, "routed_scaling_factor": 2.5, "rope_parameters": {"rope_type": "yarn",
             "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 32.0,
             "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}}),
+    "youtu": ("YoutuConfig", {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
+        "v_head_dim": 12, "num_key_value_heads": 4, "tie_word_embeddings": True}),
     "glm4-moe-lite": ("Glm4MoeLiteConfig", {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
         "qk_rope_head_dim": 4, "v_head_dim": 12, "n_routed_experts": 4, "num_experts_per_tok": 2,
         "moe_intermediate_size": 16, "num_key_value_heads": 4, "first_k_dense_replace": 1}),

@@ -77,11 +77,8 @@ def _attend(m: Machine, x: Value, layer: Layer, index: int, c: DecoderConfig) ->
     """What attention makes of x before its output matrix."""
     v = gate = None
     if layer.head_gate is not None:
-        q, k, v, gate = m.products(
-            x, q=(layer.q, layer.q_bias), k=(layer.k, layer.k_bias), v=(layer.v, layer.v_bias),
-            head_gate=(layer.head_gate, None),
-        )  # fmt: skip
-    elif layer.q_a is None:
+        (gate,) = m.products(x, head_gate=(layer.head_gate, None))
+    if layer.q_a is None:
         q, k, v = m.products(x, q=(layer.q, layer.q_bias), k=(layer.k, layer.k_bias), v=(layer.v, layer.v_bias))
     else:
         q_a, k = m.products(x, q_a=(layer.q_a, None), k=(layer.k, None))
