@@ -68,7 +68,9 @@ class CudaMachine:
         self.device = weights.device
         self.exact = weights.precision == "f32"
         self.dependent = False
-        self._read_twice = self.config.graph.parallel or self.config.streams > 0  # a norm's result, once x has changed
+        graph = self.config.graph
+        # a norm's result, by several products
+        self._read_twice = graph.parallel or graph.gate_matrix or self.config.streams > 0
 
     # what the two do in ways of their own
 
@@ -247,7 +249,7 @@ class CudaMachine:
         return both[:, :, 0].reshape(self.n, -1), both[:, :, 1].reshape(self.n, -1)
 
     def gate_heads(self, x: Value, gate: Value) -> None:
-        self._changing(x).mul_(gate.sigmoid())
+        self._changing(x).mul_(self.rows(gate).sigmoid())
 
     def fit_heads(self, x: Value, heads: int, size: int, name: str) -> Any:
         import torch

@@ -24,7 +24,7 @@ def parts(graph: Graph) -> list[str]:
     named = {
         "latent attention": graph.latent, "windows": graph.windows is not None and not graph.chunked,
         "chunks": graph.chunked, "capped scores": graph.score_cap, "sinks": graph.sinks,
-        "gated heads": graph.output_gate, "heads normalized together": graph.normed_together,
+        "gated heads": graph.output_gate or graph.gate_matrix, "heads normalized together": graph.normed_together,
         "heads normalized after their rotation": graph.norms_rotated, "layers without rotation": graph.unrotated_every,
         "temperatures": graph.temperature, "layer norms": graph.layer_norm, "norms of what is added": graph.post_norm,
         "norms within": graph.sub_norm, "networks beside attention": graph.parallel,

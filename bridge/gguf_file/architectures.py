@@ -69,6 +69,7 @@ class Graph:
     no_unit_norms: int = 0  # experts of the model that does not normalize them
     values_normed: bool = False  # by no weights; where a layer has no matrix for values they are the keys
     output_gate: bool = False  # results are multiplied by a sigmoid; its rows follow those of each head in q's matrix
+    gate_matrix: bool = False  # they are by that of what a matrix of its own makes, attn_gate
     latent: bool = False  # keys and values are made of a latent vector
     sinks: bool = False  # each head has a score for no position at all
     some_sinks: bool = False  # but in layers without such scores in the file
@@ -95,6 +96,7 @@ class Graph:
     parallel: bool = False  # the network reads what attention read
     gated: bool = True  # the network has a gate
     gelu: bool = False  # gelu (its tanh form) in place of silu
+    relu2: bool = False  # relu squared in place of silu
     clamped: bool = False  # gpt-oss's form of silu and of what it multiplies, see cpu/ops/decoder_ops.py
     xielu: bool = False  # an activation with numbers of each layer, see cpu/ops/decoder_ops.py
     alone: bool = False  # each layer is attention, or what takes its place, or a network: not both
@@ -127,7 +129,7 @@ _CONVOLVED: dict[str, Any] = {
 _LATENT: dict[str, Any] = {"neighbours": True, "latent": True, "unnormalized": True, "shared_experts": 0}
 _DELTA: dict[str, Any] = {"normed": True, "late_norm": True, "output_gate": True}
 _COHERE: dict[str, Any] = {"neighbours": True, "layer_norm": True, "parallel": True, "logits_times": True}
-_NEMOTRON_H: dict[str, Any] = {"alone": True, "gated": False, "state": State(MAMBA)}
+_NEMOTRON_H: dict[str, Any] = {"alone": True, "gated": False, "relu2": True, "state": State(MAMBA)}
 _INDEXED, _TILED = Graph(**_LATENT, sigmoid=True), Graph(**_DELTA, state=State(DELTA, tiled=True))
 ARCHITECTURES = {
     "llama": Graph(neighbours=True), "mistral3": Graph(neighbours=True), "qwen2": Graph(), "qwen2vl": Graph(),
@@ -139,6 +141,15 @@ ARCHITECTURES = {
         normed=True, normed_together=True, pre_norm=False, post_norm=True,
         windows=Windows(4, base=None, scaled=False),
     ),
+    "olmoe": Graph(normed=True, normed_together=True, unnormalized=True),
+    "mellum": Graph(normed=True, windows=Windows(4, base=None, scaled=False)),
+    "granite_swa": Graph(neighbours=True, windows=Windows(None, tokens=None, base=None), sinks=True),
+    "afmoe": Graph(
+        normed=True, post_norm=True, scaled=True, gate_matrix=True, windows=Windows(4), unrotated_every=4, sigmoid=True,
+        unnormalized=True, shared_experts=0,
+    ),
+    "arcee": Graph(neighbours=True, gated=False, relu2=True),
+    "jais2": Graph(layer_norm=True, gated=False, relu2=True),
     "bitnet": Graph(sub_norm=True),
     "gemma2": Graph(
         post_norm=True, gelu=True, scaled=True, windows=Windows(2, tokens=4096), score_cap=50.0, logit_cap=30.0,

@@ -5,6 +5,7 @@ compiled into llama.cpp (src/llama-vocab.cpp, and src/unicode.cpp for those it c
 notation of `tokenizers`:
 
     split       Split(regex, Isolated)
+    next        Split(regex, MergedWithNext): a word begins with each match
     digits      Digits: one by one, or as a run
     bytes       ByteLevel; "regex" applies GPT-2's own regex too
     punctuation Punctuation(Contiguous)
@@ -72,8 +73,9 @@ _EXAONE_MOE = (
 _JAIS2_SPACES = "|".join(
     [_LINES, *(rf"\s{{{n}}}(?!\S)" for n in (512, 256, 128, 64, 32, 16, 8, 4)), r"\s{1,2}(?!\S)|\s{1}"]
 )
+_JOINERS = "\u200c|\u200d"
 _K2_HORIZON = (
-    rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}|\p{{M}}|\u200C|\u200D)+|\p{{N}}{{1,3}}|{_PUNCTUATION}|{_SPACES}"
+    rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?(?:\p{{L}}|\p{{M}}|{_JOINERS})+|\p{{N}}{{1,3}}|{_PUNCTUATION}|{_SPACES}"
 )
 _YOUTU = (
     f"[\uac00-\ud7a3\u3131-\u318e]+|[\uff01\u2026\u201c\u201d\u2018\u2019\u2014\uff1a\uff1b\uff0c\u3001-\u303f"
@@ -82,6 +84,11 @@ _YOUTU = (
 _AFMOE = (
     "[\u4e00-\u9fff\u3400-\u4dbf\u8c48-\ufaff\u3040-\u309f\u30a0-\u30ff\uff65-\uff9f\u2f00-\u2fdf\u0e40-\u0e7f"
     "\u0e80-\u0eff\u1780-\u17ff\u1000-\u109f\uaa60-\uaa7f\ua9e0-\ua9ff\uac00-\ud7af\u1100-\u11ff]+"
+)
+# the same scripts, each in words of its own
+_AFMOE_SCRIPTS = (
+    "(?:[\u4e00-\u9fff\u3040-\u309f\u30a0-\u30ff\u3400-\u4dbf\uf900-\ufaff\uff65-\uff9f\u2f00-\u2fdf]+|[\u0e00-\u0e7f]+"
+    "|[\u0e80-\u0eff]+|[\u1780-\u17ff]+|[\u1000-\u109f\uaa60-\uaa7f\ua9e0-\ua9ff]+|[\uac00-\ud7af\u1100-\u11ff]+)"
 )
 _BLOOM = " ?[^(\\s|[.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c])]+"
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -101,7 +108,10 @@ def _bytes(*regexes: str) -> tuple[Step, ...]:
 
 # groups of three digits, counted from the end of a run
 _THREES = r"\d{1,3}(?=(?:\d{3})*\b)"
-_AFMOE_THREES = r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"
+_AFMOE_THREES = (
+    r"\p{Nd}{1,510}(?=(?>\p{Nd}{510})*(?:\P{Nd}|$))|\G\p{Nd}{510}", r"\A\p{Nd}{1,2}(?=\p{Nd}{3}+\z)",
+    r"\A\p{Nd}{3}|\G\p{Nd}{3}",
+)  # fmt: skip
 # the same in llama.cpp, which leaves the first group with what lies before it; in time linear in the run
 _TEXT_AND_THREES = (
     r"[^\p{N}]+\p{N}*|\p{N}+", r"\A[^\p{N}]*+(?:\p{N}{1,2}(?=(?:\p{N}{3})*+\z)|\p{N}{3})|\p{N}{3}"
@@ -170,7 +180,10 @@ _TABLE = {
     "minicpm5": Rules(_bytes(r"\p{N}{1,3}", _cl100k(r"\p{N}+")), ignore_merges=True),
     "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2": Rules(_bytes(_cl100k(r"\p{N}"))),
     "ufakzeka": Rules(_bytes(_cl100k(r"\p{N}", contractions=""))),
-    "laguna": Rules(_bytes(_LINES_APART, _cl100k(r"\p{N}"))),
+    "laguna": Rules(
+        _bytes(_LINES_APART, _cl100k(r"\p{N}")),
+        published=(("next", r"(?:\r?\n)+(?!\r?\n)"), *_bytes(_cl100k(r"\p{N}"))),
+    ),
     "qwen35": Rules(_bytes(_QWEN35)),
     "k2-horizon": Rules(_bytes(_K2_HORIZON)),
     "gpt-4o llama4 kanana2 talkie minimax-m2": Rules(
@@ -193,9 +206,12 @@ _TABLE = {
     "bailingmoe bailingmoe2 llada-moe": Rules(_bytes(_BAILING)),
     "exaone-moe": Rules(_bytes(_EXAONE_MOE)),
     "deepseek-v3 hunyuan-dense joyai-llm hy_v4": Rules(_bytes(r"\p{N}{1,3}", f"[{_CJK}{_KANA}]+", _DEEPSEEK_V3)),
-    "spark2_5": Rules(_bytes(r"\p{N}{1,3}", f"[{_CJK}{_KANA}]+", _SPARK, r"\p{N}")),
+    "spark2_5": Rules(
+        _bytes(r"\p{N}{1,3}", f"[{_CJK}{_KANA}]+", _SPARK, r"\p{N}"),
+        published=(*_split(r"\p{N}{1,3}", f"[{_CJK}{_KANA}]+", _SPARK), ONE_DIGIT, BYTES),
+    ),
     "afmoe": Rules(
-        _bytes(*_TEXT_AND_THREES, _AFMOE, _DEEPSEEK_V3), published=_bytes(_AFMOE_THREES, _AFMOE, _DEEPSEEK_V3)
+        _bytes(*_TEXT_AND_THREES, _AFMOE, _DEEPSEEK_V3), published=_bytes(*_AFMOE_THREES, _AFMOE_SCRIPTS, _DEEPSEEK_V3)
     ),
     "deepseek-coder": Rules(
         (*_DEEPSEEK_CODER, *_split(_DEEPSEEK_VISIBLE), ONE_DIGIT, BYTES),

@@ -13,8 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from bridge.errors import BridgeError
 from bridge.models.config.arguments import Arguments
-from bridge.models.config.gguf_keys import Entry
+from bridge.models.config.gguf_keys import Computed, Entry
 from bridge.models.config.model_config import NO_OTHER, Config
 from bridge.models.outline import Part
 
@@ -98,7 +99,20 @@ class Expected:
 
 
 SILU = Expected("hidden_act", ("silu", "swish"))
+RELU2 = Expected("hidden_act", ("relu2",), written=True)
 NO_BIASES = Expected("attention_bias", (False,), "llama.cpp's graph for this architecture has no biases")
+
+
+def _no_rope_factors(config: Config, args: Arguments) -> dict[str, Any]:
+    if args.rope.factors:
+        raise BridgeError(
+            f"{config.path}: rope of type {args.rope.type!r} divides frequencies; llama.cpp's graph for this "
+            "architecture reads no divisors"
+        )
+    return {}
+
+
+NO_ROPE_FACTORS = Computed(_no_rope_factors)  # for `Family.metadata`
 _NOT_ALL = "some layers have no experts, and llama.cpp's graph for this architecture has them in all"
 ALL_SPARSE = tuple(
     Expected(key, (value,), _NOT_ALL, written=True)

@@ -21,7 +21,10 @@ from bridge.gguf_file.tensor_names import block_of, without_block
 # where a tensor comes from; "scale": what multiplies a tensor of NVFP4, a tensor of its own
 Origin = Literal["checkpoint", "config", "template", "scale"]
 FRAMES = ("frame 0", "frame 1")
-CHANGES = ("transposed", "conv1d", "squeezed", "scalar", "patches", "+1", "-exp", "softplus", "unit columns", *FRAMES)
+CHANGES = (
+    "transposed", "conv1d", "squeezed", "scalar", "patches", "colours first", "swapped", "+1", "-exp", "softplus",
+    "unit columns", *FRAMES,
+)  # fmt: skip
 
 COLOURS = 3
 
@@ -43,7 +46,8 @@ class Part:
              "frame 0", "frame 1": filters of one of two frames, of [out, in, frames, height, width].
              "softplus": log(1 + e to the power of it). "scalar": one number as a vector, which may be infinite.
              "unit columns": each of length one.
-             "patches": [out, side * side * colours] as filters [out, colours, side, side].
+             "patches": [out, side * side * colours] as filters [out, colours, side, side]; "colours first": the
+             same order of columns, or of a vector's elements, in the old shape. "swapped": the first two dimensions.
              "conv1d": transposed where it is floats, for quantizers turn such layers into linear ones
     """
 
@@ -96,6 +100,8 @@ def changed_shape(change: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(n for n in shape if n > 1)
     if change == "scalar":
         return shape or (1,)
+    if change == "swapped":
+        return (*shape[1::-1], *shape[2:])
     if change == "patches" and len(shape) == 2:
         side = math.isqrt(shape[1] // COLOURS)
         return (shape[0], COLOURS, side, side)

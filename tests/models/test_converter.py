@@ -23,7 +23,7 @@ from bridge.models import describe_model
 from scripts.peers.llama.llama_cpp import LlamaCpp
 from scripts.peers.predictions import mean_kl
 from tests.support.encode import load_floats, write_gptq
-from tests.support.encode_compressed import write_experts
+from tests.support.encode_compressed import write_experts, write_packed
 from tests.support.family_models import copy_tokenizer, new_model, randomized
 from tests.support.make_families import GOLDENS, checksum, plain, stored_values_of, values_of
 from tests.support.remote_models import REMOTE
@@ -187,6 +187,10 @@ QUANTIZED: dict[str, tuple[bool, dict[str, int]]] = {
     "qwen3.5": (False, {"linear_key_head_dim": 32, "linear_value_head_dim": 32}),
     "qwen3.5-moe": (False, {"linear_key_head_dim": 32, "linear_value_head_dim": 32, "moe_intermediate_size": 32,
         "shared_expert_intermediate_size": 32}),
+    "arcee": (True, {}), "jais2": (True, {}), "olmoe": (False, {}), "mellum2": (False, {"moe_intermediate_size": 32}),
+    "afmoe": (True, {"moe_intermediate_size": 32}),
+    "youtu": (False, {"q_lora_rank": 32, "kv_lora_rank": 32, "v_head_dim": 16}),
+    "granite-swa": (True, {}), "granite-moe-swa": (False, {"shared_intermediate_size": 64}),
     "seed-oss": (True, {}), "olmo3": (True, {}), "exaone4": (True, {}), "ministral3": (True, {}),
     "ernie4.5": (True, {}), "hunyuan": (True, {}), "lfm2": (False, {"intermediate_size": 96, "block_multiple_of": 32}),
     "ernie4.5-moe": (False, {"moe_intermediate_size": 32, "intermediate_size": 128}),
@@ -200,7 +204,7 @@ QUANTIZED: dict[str, tuple[bool, dict[str, int]]] = {
     "solar-open": (False, {"moe_intermediate_size": 32}), "dots1": (False, {"moe_intermediate_size": 32}),
     "hunyuan-moe": (False, {}), "minimax-m2": (False, {}), "minimax-m3": (False, {}),
     "granite-4": (False, {}), "gemma4": (False, {"hidden_size_per_layer_input": 32}),
-    "gemma4-dense": (True, {}), "llama4": (False, {"intermediate_size": 64}),
+    "gemma4-dense": (True, {}), "gemma4-unified": (True, {}), "llama4": (False, {"intermediate_size": 64}),
     "phimoe": (False, {}), "nemotron-h": (False, {"intermediate_size": 96}),
     "nemotron-h-moe": (False, {"moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 32}),
     "nemotron-3-super": (
@@ -271,6 +275,22 @@ def test_the_int4_experts_of_kimi_k2_are_stacks_of_q4_0_bit_for_bit(tmp_path: Pa
         values = gguf.dequantize(stack.data, stack.tensor_type)
         experts = [stored[f"model.layers.1.mlp.experts.{expert}.{part}_proj"] for expert in range(4)]
         assert np.array_equal(values.reshape(4, *experts[0].shape), np.stack(experts))
+
+
+def test_the_4_bit_codes_of_gemma_4_12b_are_q4_0_bit_for_bit(tmp_path: Path) -> None:
+    """Its release trained for it: symmetric groups of 32, which Q4_0 has too; what embeds images stays floats."""
+    randomized(new_model("gemma4-unified")).save_pretrained(tmp_path / "float", save_original_format=True)
+    copy_tokenizer(tmp_path / "float")
+    stored = write_packed(tmp_path / "qat", tmp_path / "float", 4, 32)
+    report = bridge.convert(tmp_path / "qat", tmp_path / "m.gguf", type="exact", mmproj_type="none")
+    tensors = {t.name.removesuffix(".weight"): t for t in gguf.GGUFReader(tmp_path / "m.gguf").tensors}
+    coded = {t.name: str(t.source) for t in report.tensors if t.outcome == "codes carried"}
+    assert {source.removesuffix(".weight") for source in coded.values()} == {*stored}
+    for name, source in coded.items():
+        tensor = tensors[name.removesuffix(".weight")]
+        assert tensor.tensor_type == gguf.GGMLQuantizationType.Q4_0
+        values = gguf.dequantize(tensor.data, tensor.tensor_type)
+        assert np.array_equal(values, stored[source.removesuffix(".weight")])
 
 
 def test_experts_that_a_quantizer_took_out_of_their_stack_keep_their_codes(tmp_path: Path) -> None:

@@ -30,6 +30,8 @@ CONFIG: dict[str, Any] = {
 TENSOR_NAME = re.compile(r"\b(?:model|lm_head)\.[\w.]*(?:weight|bias|inv_freq|layer_scalar|experts\.[a-z]\w+)\b")
 FULL = {"rope_type": "default", "rope_theta": 500000.0}
 LOCAL_LINEAR = {"full_attention": FULL, "sliding_attention": FULL | {"rope_type": "linear", "factor": 8.0}}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64}  # fmt: skip
 TWO_BASES = {"full_attention": FULL, "sliding_attention": FULL | {"rope_theta": 10000.0}}
 CASES = [
     (title, json.loads(config), lines)
@@ -122,6 +124,20 @@ def test_the_docs_list_every_family_and_tell_where_it_runs() -> None:
             {"rope_parameters": TWO_BASES},
             "rotate by rope_theta 10000, the others by 500000; llama.cpp",
         ),
+        ("mellum2", {"rope_parameters": TWO_BASES}, "rotate by rope_theta 10000, the others by 500000; llama.cpp"),
+        ("mellum2", {"mlp_layer_types": ["dense", *3 * ["sparse"]]}, "llama.cpp has experts in all layers"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv is 8.0"),
+        ("olmoe", {"norm_topk_prob": True}, "norm_topk_prob is True"),
+        ("olmoe", {"num_key_value_heads": 2}, "4 heads of 8 elements, 2 of keys, in a hidden_size of 32"),
+        ("youtu", {"rope_interleave": False}, "rope_interleave is False"),
+        ("afmoe", {"layer_types": 4 * ["sliding_attention"]}, "layers other than every fourth attend to everything"),
+        ("afmoe", {"mup_enabled": False}, "mup_enabled is False"),
+        ("arcee", {"hidden_act": "silu"}, "hidden_act is 'silu'"),
+        ("arcee", {"mlp_bias": True}, "mlp_bias is True"),
+        ("jais2", {"attention_bias": False}, "attention_bias is False; .* has biases throughout"),
+        ("jais2", {"rope_parameters": LLAMA3}, "rope of type 'llama3' divides frequencies; .* reads no divisors"),
+        ("granite-swa", {"layer_rope_theta": [0, 5.0, 7.0, 7.0]}, "layer_rope_theta is .*; llama.cpp has one for all"),
+        ("granite-swa", {"layer_rope_theta": [1.0]}, "must have a number for each of 4 layers"),
         ("olmo3", {"layer_types": ["full_attention"]}, "must be full or sliding, for every layer"),
         ("qwen3.5", {"linear_num_key_heads": 3}, "4 value heads cannot share 3 key heads"),
         ("ministral3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, "reads Ministral 3 with yarn"),

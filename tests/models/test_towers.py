@@ -139,6 +139,10 @@ def with_tensor(name: str) -> Callable[[dict[str, Any]], None]:
     return lambda golden: golden["checkpoint"].update({name: [4]})
 
 
+def with_sound(key: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda golden: golden["config"]["audio_config"].update({key: value})
+
+
 def with_key(key: str, value: Any) -> Callable[[dict[str, Any]], None]:
     return lambda golden: golden["config"]["vision_config"].update({key: value})
 
@@ -156,6 +160,8 @@ def with_key(key: str, value: Any) -> Callable[[dict[str, Any]], None]:
         ("internvl", with_key("use_qk_norm", True), "use_qk_norm is True"),
         ("gemma4", with_key("rope_parameters", {"rope_theta": 10000.0}), "rope_theta is 10000.0; llama.cpp has 100.0"),
         ("gemma4", with_tensor("model.audio_tower.output_proj.weight"), "audio_tower.output_proj.weight: the vision"),
+        ("gemma4-unified", with_sound("audio_embed_dim", 320), "audio_embed_dim is 320; llama.cpp has 640 samples"),
+        ("gemma4-unified", without("model.vision_embedder.pos_norm.bias"), "vision_embedder.pos_norm.bias is missing"),
         ("gemma4-audio", without("model.embed_audio.embedding_projection.weight"), "embed_audio.* is missing"),
     ],
 )

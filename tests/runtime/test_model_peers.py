@@ -34,6 +34,7 @@ LEFT_TO_LLAMA_CPP = {"deepseek4", "laguna", "laguna-m", "dots3-note"}
 FIELDS = OF_LOGITS | {"minimax-m3": ALL_BLOCKS}
 LIMITS = {
     "deepseek2-lite": (1e-3, 1e-3, 1e-3), "deepseek3": (1e-6, 1e-6, 1e-5), "glm4-moe-lite": (1e-6, 1e-6, 1e-5),
+    "youtu": (1e-6, 1e-6, 1e-5),
     "mistral4": (1e-6, 1e-6, 1e-5), "deepseek3.2": (1e-6, 1e-6, 1e-5), "glm5": (1e-6, 1e-6, 1e-5),
     "gemma4": (1e-6, 1e-6, 1e-5), "gemma3n": (1e-6, 1e-6, 1e-5),
     "phimoe": (math.inf, 1e-8, 1e-5),  # llama.cpp computes something else

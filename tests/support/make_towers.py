@@ -52,6 +52,8 @@ TOWERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma4-audio": ("Gemma4Config", {**GEMMA4_SEEN, "vision_config": {**GEMMA4_SEEN["vision_config"],
         "use_clipped_linears": True}, "audio_config": {"hidden_size": 64, "num_hidden_layers": 2,
         "num_attention_heads": 2, "output_proj_dims": 48, "subsampling_conv_channels": [128, 4]}}),
+    "gemma4-unified": ("Gemma4UnifiedConfig", {**wrapped("gemma4_unified_text", {"patch_size": 4, "mm_embed_dim": 64,
+        "mm_posemb_size": 16, "output_proj_dims": 64}, **GEMMA4), "audio_config": {"audio_embed_dim": 640}}),
     "mistral3": ("Mistral3Config", {**wrapped("mistral", PIXTRAL, head_dim=16), "spatial_merge_size": 2}),
     "pixtral": ("LlavaConfig", {**wrapped("mistral", PIXTRAL, head_dim=16, architectures=["MistralForCausalLM"]),
         "vision_feature_layer": -1, "vision_feature_select_strategy": "full"}),

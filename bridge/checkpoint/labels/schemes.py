@@ -32,7 +32,10 @@ FORMATS = (
 )  # fmt: skip
 STRATEGIES = ("tensor", "channel", "group", "tensor_group", "block")
 # targets of what stays float: the towers of any model, and modules whose names in transformers are others
-_TOWERS = r"re:.*(visual|vision_tower|vision_model|multi_modal_projector|audio_tower|embed_vision|embed_audio)\."
+_TOWERS = (
+    r"re:.*(visual|vision_tower|vision_model|multi_modal_projector|audio_tower|vision_embedder|embed_vision|embed_audio)"
+    r"\."
+)
 _RENAMED = {
     "backbone.": r"(backbone|model)\.",  # Nemotron-H
     "block_sparse_moe.gate": r"(block_sparse_moe\.gate|mlp\.(gate|router))",

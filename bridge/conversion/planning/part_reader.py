@@ -16,7 +16,7 @@ from bridge.conversion.gguf_input.gguf_checkpoint import GgufCheckpoint
 from bridge.conversion.planning.plan import PlannedTensor
 from bridge.errors import BridgeError
 from bridge.models.config.model_config import sizes_of
-from bridge.models.outline import FRAMES, ModelTensor, Part, changed_shape
+from bridge.models.outline import COLOURS, FRAMES, ModelTensor, Part, changed_shape
 from bridge.system.cpu.row_threads import chunks
 
 _OF_CODES = (None, "transposed", "conv1d")  # what can be done to codes, too
@@ -174,6 +174,11 @@ class PartReader:
         if part.change == "patches":
             out, colours, side, _ = self._stored(part)[0]
             return stored.reshape(out, side, side, colours).transpose(0, 3, 1, 2)
+        if part.change == "colours first":
+            side = math.isqrt(stored.shape[-1] // COLOURS)
+            return np.moveaxis(stored.reshape(*stored.shape[:-1], side, side, COLOURS), -1, -3).reshape(stored.shape)
+        if part.change == "swapped":
+            return stored.swapaxes(0, 1)
         return stored.reshape(self._stored(part)[0])
 
     def _transposed(self, part: Part) -> np.ndarray:

@@ -16,10 +16,10 @@ import numpy as np
 from bridge.errors import BridgeError
 from bridge.gguf_file.architectures import ARCHITECTURES
 from bridge.models.config.arguments import Arguments
-from bridge.models.config.gguf_keys import Computed, Key, StoredKeys
+from bridge.models.config.gguf_keys import Computed, Constant, Key, StoredKeys
 from bridge.models.config.model_config import Config
 from bridge.models.config.rope import rope_rules, yarn_betas
-from bridge.models.family import EXPERTS, SILU, Family, Row, decoder, gated_mlp, networks, required
+from bridge.models.family import EXPERTS, NO_BIASES, SILU, Expected, Family, Row, decoder, gated_mlp, networks, required
 from bridge.models.outline import Part
 from bridge.models.prediction import prediction
 
@@ -94,12 +94,15 @@ def latent_rules(stored: StoredKeys) -> dict[str, Any]:
     return {"rope_parameters": rules}
 
 
-LATENT = (
+_ATTENTION = (
     Computed(_heads, _heads_config),
     Key("attention.value_length_mla", "v_head_dim", defines="v_head"),
     Key("attention.kv_lora_rank", "kv_lora_rank", defines="lora"),
     Key("attention.q_lora_rank", "q_lora_rank", defines="q_lora", optional=True),
     Key("rope.dimension_count", "qk_rope_head_dim", defines="rope"),
+)
+LATENT = (
+    *_ATTENTION,
     Computed(lambda _config, args: {"leading_dense_block_count": args.leading}),
     Key("expert_shared_count", "n_shared_experts", size="shared_experts"),
     Key("expert_weights_scale", "routed_scaling_factor", 1.0),
@@ -117,7 +120,13 @@ def _version(stored: StoredKeys) -> dict[str, Any]:
 
 
 def latent_table(*experts: Row, indexer: tuple[Row, ...] = ()) -> tuple[Row, ...]:
-    """The table of an architecture with DeepSeek's attention; `indexer`: what chooses the tokens to attend to."""
+    """The table of an architecture with DeepSeek's attention; without experts every layer has one network.
+
+    indexer  what chooses the tokens to attend to
+    """
+    network, bias = gated_mlp("mlp", "inner"), "mlp.gate.e_score_correction_bias"
+    choice = Row(bias, "experts", exact=True, name="exp_probs_b.bias", optional=True)
+    sparse = (*networks(network, *experts, choice, *gated_mlp("mlp.shared_experts", "shared")), *prediction())
     return decoder(
             Row("input_layernorm", "hidden"),
             Row("self_attn.q_proj", "q hidden", when=lambda args: not args.more["q_lora"]),
@@ -131,15 +140,7 @@ def latent_table(*experts: Row, indexer: tuple[Row, ...] = ()) -> tuple[Row, ...
             Row("self_attn.o_proj", "hidden attended"),
             *indexer,
             Row("post_attention_layernorm", "hidden"),
-            *networks(
-                gated_mlp("mlp", "inner"),
-                *experts,
-                Row(
-                    "mlp.gate.e_score_correction_bias", "experts", exact=True, name="exp_probs_b.bias", optional=True,
-                ),
-                *gated_mlp("mlp.shared_experts", "shared"),
-            ),
-            *prediction(),
+            *(sparse if experts else network),
     )  # fmt: skip
 
 
@@ -154,8 +155,25 @@ DEEPSEEK2 = Family(
     names={"num_experts": "n_routed_experts", "head_dim": "qk_rope_head_dim"},
     sizes=_sizes,
     metadata=(*LATENT, Computed(config=_version)),
-    wrapped=True, predicts="dropped",
+    in_gguf=lambda get: bool(get("expert_count")), wrapped=True, predicts="dropped",
     table=latent_table(*EXPERTS),
+)  # fmt: skip
+
+
+def _no_experts(_config: Config, args: Arguments) -> dict[str, Any]:
+    return {"leading_dense_block_count": args.layers, "expert_feed_forward_length": args.inner}
+
+
+# a dense model
+YOUTU = replace(
+    DEEPSEEK2,
+    titles=("Youtu-LLM",), architectures=("YoutuForCausalLM",), model_type="youtu",
+    keys={"tie_word_embeddings": True, "max_position_embeddings": 131072},
+    expects=(SILU, NO_BIASES, Expected("rope_interleave", (True,), "llama.cpp rotates neighbours here")),
+    metadata=(
+        *_ATTENTION, Constant("expert_shared_count", 0), Computed(_no_experts), Computed(_scaling, latent_rules),
+    ),
+    in_gguf=lambda get: not get("expert_count"), wrapped=False, predicts=None, table=latent_table(),
 )  # fmt: skip
 
 # GLM-4.7-Flash

@@ -28,24 +28,24 @@ from bridge.models.family import (
 )
 from bridge.models.outline import Part
 
-_FACTORS = (
+FACTORS = (
     Key("attention.scale", "attention_multiplier", 1.0, missing=None),
     Key("embedding_scale", "embedding_multiplier", 1.0),
     Key("residual_scale", "residual_multiplier", 1.0),
     Key("logit_scale", "logits_scaling", 1.0),
 )
-_SHARED = Key("expert_shared_feed_forward_length", "shared_intermediate_size", defines="shared", optional=True)
+SHARED = Key("expert_shared_feed_forward_length", "shared_intermediate_size", defines="shared", optional=True)
 
 GRANITE = replace(
     LLAMA,
     titles=("Granite 3",), arch="granite", architectures=("GraniteForCausalLM",), model_type="granite",
-    metadata=(*_FACTORS, ATTENTION_BIAS),
+    metadata=(*FACTORS, ATTENTION_BIAS),
 )  # fmt: skip
 
 
 def _kind(stored: StoredKeys) -> dict[str, Any]:
     shared = {"model_type": "granitemoeshared", "class": "GraniteMoeSharedForCausalLM"}
-    return shared if stored.get(_SHARED.key) else {}
+    return shared if stored.get(SHARED.key) else {}
 
 
 def _half(which: int) -> Callable[[Arguments, str], tuple[Part, ...]]:
@@ -59,7 +59,7 @@ def _half(which: int) -> Callable[[Arguments, str], tuple[Part, ...]]:
     return parts
 
 
-def _has_shared(args: Arguments) -> bool:
+def has_shared(args: Arguments) -> bool:
     return args.more["shared"] > 0
 
 
@@ -69,9 +69,9 @@ _STACKED = (
     Row(f"{_MOE}.experts.*.w1", "expert hidden", (f"{_MOE}.input_linear.weight[0/2]",)),
     Row(f"{_MOE}.experts.*.w3", "expert hidden", (f"{_MOE}.input_linear.weight[1/2]",)),
     Row(f"{_MOE}.experts.*.w2", "hidden expert", (f"{_MOE}.output_linear.weight",)),
-    Row("shared_mlp.input_linear", "shared hidden", parts=_half(0), when=_has_shared, name="ffn_gate_shexp.weight"),
-    Row("shared_mlp.input_linear", "shared hidden", parts=_half(1), when=_has_shared, name="ffn_up_shexp.weight"),
-    Row("shared_mlp.output_linear", "hidden shared", when=_has_shared),
+    Row("shared_mlp.input_linear", "shared hidden", parts=_half(0), when=has_shared, name="ffn_gate_shexp.weight"),
+    Row("shared_mlp.input_linear", "shared hidden", parts=_half(1), when=has_shared, name="ffn_up_shexp.weight"),
+    Row("shared_mlp.output_linear", "hidden shared", when=has_shared),
 )
 
 GRANITE_MOE = replace(
@@ -80,7 +80,7 @@ GRANITE_MOE = replace(
     architectures=("GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM"), model_type="granitemoe",
     keys={**LLAMA.keys, "num_experts": None},
     alternative="_linear.weight",
-    metadata=(*_FACTORS, _SHARED, ATTENTION_BIAS, Computed(config=_kind)),
+    metadata=(*FACTORS, SHARED, ATTENTION_BIAS, Computed(config=_kind)),
     written_as={"num_experts": "num_local_experts"},
     table=decoder(*pre_norm_attention(bias=configured, o_bias=configured, interleaved=True), *_STACKED),
 )  # fmt: skip
@@ -115,7 +115,7 @@ GRANITE_HYBRID = replace(
     ),
     sizes=lambda config, args: mamba2_sizes(config, args, config.integer("mamba_expand", 2) * args.hidden),
     metadata=(
-        *_FACTORS, replace(_SHARED, optional=False), Computed(_metadata, _config),
+        *FACTORS, replace(SHARED, optional=False), Computed(_metadata, _config),
         *mamba2_keys(("mamba_d_conv", 4), ("mamba_d_state", None), ("mamba_n_groups", 1), ("mamba_n_heads", None)),
         Constant("rope.scaling.finetuned", False), ATTENTION_BIAS,
     ),

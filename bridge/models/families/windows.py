@@ -5,7 +5,7 @@ from typing import Any
 from bridge.errors import BridgeError
 from bridge.gguf_file.architectures import ARCHITECTURES, Windows, read_windows
 from bridge.models.config.arguments import Arguments
-from bridge.models.config.gguf_keys import StoredKeys
+from bridge.models.config.gguf_keys import Computed, StoredKeys
 from bridge.models.config.model_config import Config
 from bridge.models.config.rope import rope_number, rope_rules
 
@@ -68,6 +68,25 @@ def rotated_window_keys(config: Config, args: Arguments, arch: str, named: bool 
             "rotates layers with a window alone here, others not at all"
         )
     return keys
+
+
+def one_base_windows(arch: str) -> Computed:
+    """The window's keys of a family whose models may have none, and in which both kinds of layers rotate alike."""
+
+    def metadata(config: Config, args: Arguments) -> dict[str, Any]:
+        base = local_base(config, args.rope.base)
+        if base != args.rope.base:
+            raise BridgeError(
+                f"{config.path}: layers with a window rotate by rope_theta {base:g}, the others by "
+                f"{args.rope.base:g}; llama.cpp has one for both in this architecture"
+            )
+        return {**window_keys(config, args, arch, named=True), "rope.freq_base_swa": base}
+
+    def of_gguf(stored: StoredKeys) -> dict[str, Any]:
+        base = stored.values["rope_parameters"]["rope_theta"]
+        return {**window_config(stored), **rules_of_both(stored, base)}
+
+    return Computed(metadata, of_gguf)
 
 
 def local_base(config: Config, default: float = 10000.0) -> float:

@@ -4,12 +4,14 @@ The rules are compiled into llama.cpp, under names (`bridge.gguf_file.pretokeniz
 a working model of lower quality. So the rules themselves are compared, in one notation:
 
     split       Split(regex, Isolated); (Removed, invert) is the same where the regex matches everything
+    next        Split(regex, MergedWithNext)
     digits      Digits: one by one, or as a run
     bytes       ByteLevel; with use_regex it applies GPT-2's own regex
     punctuation Punctuation(Contiguous)
 """
 
 import json
+import re
 from collections.abc import Iterable
 from functools import cache
 from typing import Any
@@ -26,6 +28,8 @@ from bridge.gguf_file.pretokenizers import (
     Step,
 )
 
+_SPLITS = {("Isolated", False): "split", ("Removed", True): "split", ("MergedWithNext", False): "next"}
+_NUMBERED = re.compile(r"\\u([0-9A-Fa-f]{4})")
 _ANY_CASE = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"  # the usual spelling of CONTRACTIONS
 
 
@@ -86,10 +90,11 @@ def _steps(node: dict[str, Any] | None) -> Iterable[Step]:
             yield from _steps(part)
     elif kind == "Split":
         pattern = node.get("pattern", {})
-        isolated = (node.get("behavior"), bool(node.get("invert"))) in (("Isolated", False), ("Removed", True))
-        # one spelling of line ends
+        # one spelling of line ends, and of characters that have a number
         regex = pattern.get("Regex", str(pattern)).replace("\r", r"\r").replace("\n", r"\n")
-        yield ("split" if isolated and "Regex" in pattern else "other", regex)
+        regex = _NUMBERED.sub(lambda number: chr(int(number[1], 16)), regex)
+        kind = _SPLITS.get((str(node.get("behavior")), bool(node.get("invert"))), "other")
+        yield (kind if "Regex" in pattern else "other", regex)
     elif kind == "ByteLevel" and not node.get("add_prefix_space"):
         yield GPT2_BYTES if node.get("use_regex", True) else BYTES
     elif kind == "Digits":

@@ -2,6 +2,8 @@
 
 Gemma 4 has patches of images with learned positions of two axes, and a Conformer of sound where it has one. Its linear
 layers may clip what they take and give: four numbers each, which llama.cpp has beside the matrix.
+
+Gemma 4 12B has no layers for images and sound: patches and pieces of a wave are multiplied by a matrix.
 """
 
 from collections.abc import Sequence
@@ -18,6 +20,7 @@ _HEARD = "audio_tower.layers.{}"
 _BEFORE = "audio_tower.subsample_conv_projection"
 _SIGLIP_SCALE, _USUAL_SCALE = 4, 3  # patches a side that are averaged
 _MEL_BINS = 128
+_WAVE = 640  # samples of Gemma 4 12B's pieces of sound
 _BASE = 100.0  # of rotary positions
 
 
@@ -74,9 +77,11 @@ def _seen(vision: Vision) -> dict[str, Any]:
 
 def _heard(sound: Config) -> dict[str, Any]:
     width = sound.integer("hidden_size")
+    return {"embedding_length": width, "feed_forward_length": 4 * width, **_sound(sound)}
+
+
+def _sound(sound: Config) -> dict[str, Any]:
     return {
-        "embedding_length": width,
-        "feed_forward_length": 4 * width,
         "num_mel_bins": sound.integer("input_feat_size", _MEL_BINS),
         "attention.layer_norm_epsilon": sound.number("layer_norm_eps", 1e-6),
     }
@@ -161,5 +166,54 @@ GEMMA4 = Tower(
             Row("audio_tower.output_proj", "a.pre_encode.out.weight", bias=True),
             Row("embed_audio.embedding_projection", "mm.a.input_projection.weight"),
         ),
+    ),
+)  # fmt: skip
+
+
+def _heard_at_once(sound: Config) -> dict[str, Any]:
+    width = sound.integer("audio_embed_dim", _WAVE)
+    if width != _WAVE:
+        raise BridgeError(
+            f"{sound.path}: audio_embed_dim is {width}; llama.cpp has {_WAVE} samples of sound in a piece"
+        )
+    return {"embedding_length": width, "feed_forward_length": 0, **_sound(sound)}
+
+
+_EMBEDDER = "vision_embedder"
+
+
+def _embedder(source: str, name: str, *, change: str | None = None, kind: str = "matrix") -> Sequence[Row]:
+    """A matrix or vector with its bias, whose elements go by the same change where it is a vector of patches."""
+    short, changed = f"embed_vision.{source}", change if kind == "matrix" else None
+    return (
+        Row(f"{_EMBEDDER}.{source}", f"{name}.weight", also=(short,), kind=kind, change=change),
+        Row(f"{_EMBEDDER}.{source}.bias", f"{name}.bias", also=(f"{short}.bias",), exact=True, change=changed),
+    )
+
+
+_PROJECTION = "embedding_projection"
+
+GEMMA4_UNIFIED = Tower(
+    architectures=("Gemma4UnifiedForConditionalGeneration",), projector="gemma4uv", layered=False,
+    names={"hidden_size": "mm_embed_dim"},
+    metadata=_seen,
+    table=(
+        *_embedder("patch_ln1", "v.patch_norm.1", change="colours first"),
+        *_embedder("patch_dense", "v.patch_embd", change="colours first", kind="patches"),
+        *_embedder("patch_ln2", "v.patch_norm.2"),
+        Row(
+            f"{_EMBEDDER}.pos_embedding", "v.position_embd.weight", also=("embed_vision.pos_embedding",), kind="F32",
+            exact=True, change="swapped",
+        ),
+        *_embedder("pos_norm", "v.patch_norm.3"),
+        Row(
+            f"embed_vision.{_PROJECTION}", "mm.input_projection.weight",
+            also=(f"embed_vision.multimodal_embedder.{_PROJECTION}",),
+        ),
+    ),
+    sound=Sound(
+        projector="gemma4ua",
+        metadata=_heard_at_once,
+        table=(Row(f"embed_audio.{_PROJECTION}", "mm.a.input_projection.weight"),),
     ),
 )  # fmt: skip

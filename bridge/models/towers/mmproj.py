@@ -63,9 +63,8 @@ def _keys(tower: Tower, vision: Vision) -> dict[str, Any]:
         "projector_type" if tower.sound is None else "vision.projector_type": tower.projector,
         "vision.projection_dim": vision.text.integer("hidden_size"), "vision.patch_size": _side(size, "patch_size"),
         "vision.embedding_length": size.integer("hidden_size"),
-        "vision.feed_forward_length": size.integer("intermediate_size"),
-        "vision.block_count": size.integer("num_hidden_layers"),
-        "vision.attention.head_count": size.integer("num_attention_heads"),
+        "vision.feed_forward_length": size.integer("intermediate_size") if tower.layered else 0,
+        **{f"vision.{key}": count for key, count in _counts(tower, size).items()},
     }  # fmt: skip
     for key in ("image_mean", "image_std"):
         values = of.get(key)
@@ -86,11 +85,16 @@ def _sound_keys(tower: Tower, vision: Vision) -> dict[str, Any]:
     keys = {
         "projector_type": tower.sound.projector,
         "projection_dim": vision.text.integer("hidden_size"),
-        "block_count": vision.sound.integer("num_hidden_layers"),
-        "attention.head_count": vision.sound.integer("num_attention_heads"),
+        **_counts(tower, vision.sound),
         **tower.sound.metadata(vision.sound),
     }
     return {"has_audio_encoder": True} | {f"audio.{key}": value for key, value in keys.items()}
+
+
+def _counts(tower: Tower, config: Config) -> dict[str, int]:
+    """Layers and heads, 0 in a tower without layers."""
+    names = {"block_count": "num_hidden_layers", "attention.head_count": "num_attention_heads"}
+    return {key: config.integer(name) if tower.layered else 0 for key, name in names.items()}
 
 
 def _side(config: Config, key: str) -> int:

@@ -27,7 +27,7 @@ _BLOCK = 32  # weights in a block of Q8_0
 # the tensors of towers and of what projects their output, with the whole model's "model." before or without
 TOWER_NAME = re.compile(
     r"(?:model\.)?((?:visual|vision_tower|vision_model|multi_modal_projector|mlp1|patch_merger|patch_merge_mlp"
-    r"|mm_projector|audio_tower|embed_vision|embed_audio)\..+)"
+    r"|mm_projector|audio_tower|vision_embedder|embed_vision|embed_audio)\..+)"
 )
 
 
@@ -107,6 +107,7 @@ class Tower:
     skipped        names that llama.cpp's graph does not need
     extra          tensors that are not in the tower: (Vision, shapes of the whole checkpoint) -> tensors
     sound          the tower for sound that such models may have
+    layered        whether it has layers, as the one for sound then does
     """
 
     architectures: tuple[str, ...]
@@ -117,6 +118,7 @@ class Tower:
     skipped: str = r"(?!)"
     extra: Callable[[Vision, Mapping[str, Sequence[int]]], list[OutlineTensor]] | None = None
     sound: Sound | None = None
+    layered: bool = True
 
 
 def qkv(source: str, parted: str = "", bias: bool | None = True) -> tuple[Row, ...]:
@@ -168,11 +170,11 @@ class _Filled:
         self.tensors: list[OutlineTensor] = []
 
     def add_all(self, table: Sequence[Row], config: Config) -> None:
-        every = [(i, i) for i in range(config.repeats("num_hidden_layers"))]
         for row in table:
             if "{}" not in row.source:
                 self.add(row, 0, 0)
                 continue
+            every = [(i, i) for i in range(config.repeats("num_hidden_layers"))]
             for layer, number in every if row.layers is None else row.layers(config):
                 self.add(row, layer, number)
 

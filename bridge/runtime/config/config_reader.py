@@ -168,7 +168,8 @@ def _read(metadata: Mapping[str, Any], arch: str, path: Path) -> DecoderConfig:
         streams=_read_streams(metadata, arch, path) if graph.streams else 0,
         sparsity=tuple(metadata.get(f"{arch}.activation_sparsity_scale", ())),
         xielu=_read_xielu(metadata, layers, path) if graph.xielu else (),
-        relu2=graph.alone or metadata.get(f"{arch}.hidden_activation") == "relu2", inners=inners, recurrent=recurrent,
+        rotated_layers=_read_rotated(metadata, arch, layers, path),
+        relu2=graph.relu2 or metadata.get(f"{arch}.hidden_activation") == "relu2", inners=inners, recurrent=recurrent,
     )  # fmt: skip
 
 
@@ -237,6 +238,18 @@ def _read_streams(metadata: Mapping[str, Any], arch: str, path: Path) -> int:
             f"run here; must be {STREAMS}, and the first"
         )
     return STREAMS
+
+
+def _read_rotated(metadata: Mapping[str, Any], arch: str, layers: int, path: Path) -> tuple[bool, ...]:
+    """Whether each layer is rotated, where the metadata says so of each."""
+    key = f"{arch}.attention.rope_pattern"
+    value = metadata.get(key, [])
+    if not isinstance(value, list) or not all(isinstance(one, int) for one in value) or 0 < len(value) < layers:
+        raise BridgeError(
+            f"{path}: {key} is {value!r:.80}; must say of each of {layers} layers whether it is rotated; convert the "
+            "model again"
+        )
+    return tuple(map(bool, value[:layers]))
 
 
 def _read_xielu(metadata: Mapping[str, Any], layers: int, path: Path) -> tuple[tuple[float, ...], ...]:

@@ -95,6 +95,7 @@ class DecoderConfig:
     value_dim: int = 0  # elements of a head's values, if they are fewer than those of its keys
     value_scale: float = 1.0  # that the heads' results are multiplied by
     relu2: bool = False  # relu squared in place of silu
+    rotated_layers: tuple[bool, ...] = ()  # whether a layer's q and k are rotated; (): the graph says it
     xielu: tuple[tuple[float, ...], ...] = ()  # of each layer, see decoder_ops.py
     recurrent: RecurrentConfig | None = None  # the layers with a state, where there are some
     inners: tuple[int, ...] = ()  # of each layer, if not all are alike; 0: it has no network
@@ -174,6 +175,8 @@ class DecoderConfig:
 
     def rotates(self, layer: int) -> bool:
         """Whether a layer's q and k are rotated."""
+        if self.rotated_layers:
+            return layer >= self.layers or self.rotated_layers[layer]
         if self.windows and self.graph.windows is not None and self.graph.windows.alone_rotated:
             return self.windowed(layer) or (self.graph.windows.dense_rotated and layer < self.leading)
         return not self.graph.unrotated_every or (layer + 1) % self.graph.unrotated_every != 0

@@ -232,7 +232,11 @@ class CpuMachine:
         return queries, q
 
     def gate_heads(self, x: np.ndarray, gate: np.ndarray) -> None:
-        self._for_each(ops.function("gate_heads"), address(gate), address(x), *self._head_sizes(x))
+        heads, head_dim = self._head_sizes(x)
+        apart = gate.shape[1] // heads
+        # of `split_gate` each head's gate follows its q
+        first = address(gate) + 4 * (apart - head_dim)
+        self._for_each(ops.function("gate_heads"), first, address(x), heads, head_dim, apart)
 
     def _head_sizes(self, x: np.ndarray) -> tuple[int, int]:
         return self.config.heads, x.shape[1] // self.config.heads

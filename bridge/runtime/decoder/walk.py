@@ -76,6 +76,8 @@ def _mix(m: Machine, x: Value, layer: Layer, index: int, c: DecoderConfig) -> Va
 def _attend(m: Machine, x: Value, layer: Layer, index: int, c: DecoderConfig) -> Value:
     """What attention makes of x before its output matrix."""
     v = gate = None
+    if layer.head_gate is not None:
+        (gate,) = m.products(x, head_gate=(layer.head_gate, None))
     if layer.q_a is None:
         q, k, v = m.products(x, q=(layer.q, layer.q_bias), k=(layer.k, layer.k_bias), v=(layer.v, layer.v_bias))
     else:

@@ -161,6 +161,8 @@ class LayerReader:
                 f"{self._name('attn_q_norm.weight')}: heads normalized by a norm of their own (Command-R+) cannot run "
                 "here; llama.cpp can run it"
             )
+        if c.graph.gate_matrix:
+            parts["head_gate"] = self._matrix("attn_gate", q, c.hidden)
         for name in {*ends} - {"v"}:
             first, stop = ends[name]
             size = stop - first if c.graph.normed_together else heads.dim
@@ -221,10 +223,8 @@ class LayerReader:
             )
             experts.biases = gate, up, end
         if c.shared_inner:
-            gated = self._matrix("ffn_gate_shexp", c.shared_inner, c.hidden) if c.graph.gated else None
-            first = self._matrix("ffn_up_shexp", c.shared_inner, c.hidden)
             last = self._matrix("ffn_down_shexp", c.hidden, c.shared_inner)
-            experts.shared = (first, None, last) if gated is None else (gated, first, last)
+            experts.shared = (*self._first_of_shared(), last)
             experts.shared_gate = self._vector("ffn_gate_inp_shexp.weight", c.hidden, c.graph.shared_gate)
             if c.graph.shared_mean:
                 experts.shared_gate = np.zeros(c.hidden, np.float32)  # one half; the routed ones' weights are halved
@@ -232,6 +232,15 @@ class LayerReader:
             experts.shorten = self._matrix("ffn_latent_down", c.expert_latent, c.hidden)
             experts.lengthen = self._matrix("ffn_latent_up", c.hidden, c.expert_latent)
         return {"down": down, "experts": experts}
+
+    def _first_of_shared(self) -> tuple[QuantTensor, QuantTensor | None]:
+        """Gate and up of the expert that all tokens share, as in `Network`."""
+        c, inner = self.config, self.config.shared_inner
+        if c.graph.gated and not self._has("ffn_gate_shexp.weight"):  # in one matrix
+            both = self._matrix("ffn_up_shexp", 2 * inner, c.hidden)
+            return both.slice_rows(0, inner), both.slice_rows(inner, 2 * inner)
+        up = self._matrix("ffn_up_shexp", inner, c.hidden)
+        return (self._matrix("ffn_gate_shexp", inner, c.hidden), up) if c.graph.gated else (up, None)
 
     def _stack(self, name: str, rows: int, columns: int) -> QuantTensor:
         return expect(self.file[self._name(f"ffn_{name}_exps.weight")], self.config.experts, rows, columns)

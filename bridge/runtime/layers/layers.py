@@ -137,6 +137,7 @@ class Layer:
     q: QuantTensor | None = None
     k: QuantTensor | None = None
     v: QuantTensor | None = None
+    head_gate: QuantTensor | None = None  # what it makes of what q reads gates the heads' results
     q_bias: np.ndarray | None = None
     k_bias: np.ndarray | None = None
     v_bias: np.ndarray | None = None
@@ -174,7 +175,7 @@ class Layer:
     @property
     def matrices(self) -> tuple[QuantTensor, ...]:
         """All of them, with those of each expert."""
-        matrices = [self.q_a, self.q, self.k, self.v, self.o]
+        matrices = [self.q_a, self.q, self.k, self.v, self.head_gate, self.o]
         if self.recurrent is not None:
             matrices += (*self.recurrent.inputs, *self.recurrent.second, self.recurrent.out)
         if self.input is not None:

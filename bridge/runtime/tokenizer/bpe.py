@@ -150,5 +150,4 @@ def _pre_tokenizer(step: Step) -> Any:
         return pre_tokenizers.Digits(individual_digits=step == ONE_DIGIT)
     if step[0] == "punctuation":
         return pre_tokenizers.Punctuation(step[1])
-    assert step[0] == "split", step
-    return pre_tokenizers.Split(Regex(step[1]), "isolated")
+    return pre_tokenizers.Split(Regex(step[1]), {"split": "isolated", "next": "merged_with_next"}[step[0]])

@@ -220,10 +220,10 @@ def _split_gate(both, q, heads, head_dim, _0, _1, _2, first, last):
             y[i] = source[i]
 
 
-def _gate_heads(both, x, heads, head_dim, _0, _1, _2, first, last):
-    """x [tokens, heads, head_dim] *= sigmoid of the gates that `split_gate` left."""
+def _gate_heads(gates, x, heads, head_dim, apart, _1, _2, first, last):
+    """x [tokens, heads, head_dim] *= sigmoid of the gates, those of a head `apart` elements after the last one's."""
     for head in range(first * heads, last * heads):
-        gate = floats(both + 8 * head_dim * head + 4 * head_dim, head_dim)
+        gate = floats(gates + 4 * apart * head, head_dim)
         y = floats(x + 4 * head_dim * head, head_dim)
         for i in range(head_dim):
             y[i] /= np.float32(1.0) + exp(-gate[i])
