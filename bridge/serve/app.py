@@ -21,7 +21,7 @@ from starlette.routing import Route
 
 from bridge.errors import BridgeError
 from bridge.runtime.model import Model
-from bridge.runtime.replies.scoring import Pooler
+from bridge.runtime.replies.pooling import Pooler
 from bridge.serve import llama_server, ollama, request_json, responses_request
 from bridge.serve.engine import Engine, Job, Refused, Stream, Update
 from bridge.serve.jobs import ReplyJobs, embedding_jobs, reply_jobs
@@ -64,7 +64,7 @@ class Limits:
     body       bytes of a request
     key        that clients must send, or None
     local      whether only names of this machine are taken as its host: no page elsewhere can then ask it by another
-    pooling    of /v1/embeddings: "mean" or "last"
+    pooling    of /v1/embeddings; None: the file's own, or the mean
     sampling   defaults of requests
     draft      what guesses tokens: "ngram" or None
     """
@@ -74,7 +74,7 @@ class Limits:
     body: int = 4 << 20
     key: str | None = None
     local: bool = True
-    pooling: str = "mean"
+    pooling: str | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
     draft: str | None = None
 
@@ -259,7 +259,7 @@ class _Server:
         return _Json({"models": [self.card.running()]})
 
     def embedding(
-        self, read: Callable[[Any, Model, str], EmbeddingRequest],
+        self, read: Callable[[Any, Model, str | None], EmbeddingRequest],
         answer_of: Callable[[list[np.ndarray], int, EmbeddingRequest], Any],
     ) -> _Endpoint:  # fmt: skip
         """What answers with a vector for each text; `answer_of` gets them and the number of their tokens."""
@@ -270,7 +270,7 @@ class _Server:
         return answer
 
     async def _embedded(
-        self, request: Request, read: Callable[[Any, Model, str], EmbeddingRequest]
+        self, request: Request, read: Callable[[Any, Model, str | None], EmbeddingRequest]
     ) -> tuple[list[np.ndarray], int, EmbeddingRequest]:
         def make(body: Any, awaited: Callable[[], bool]) -> tuple[EmbeddingRequest, list[Job], list[Pooler]]:
             asked = read(body, self.model, self.limits.pooling)

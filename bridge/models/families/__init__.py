@@ -1,6 +1,7 @@
 """The known families. Where an architecture's name stands for several, the first that is chosen."""
 
 from bridge.models.families.apertus import APERTUS
+from bridge.models.families.bert import BERT
 from bridge.models.families.bitnet import BITNET
 from bridge.models.families.command_r import COMMAND_R
 from bridge.models.families.deepseek import DEEPSEEK2, DEEPSEEK32, GLM4_MOE_LITE, GLM5
@@ -37,5 +38,5 @@ ALL = (
     OLMO2, COMMAND_R, STARCODER2, GPT2, DEEPSEEK2, GPT_OSS, BITNET, QWEN3_5, QWEN3_5_MOE, SEED_OSS, OLMO3, EXAONE4,
     ERNIE4_5, ERNIE4_5_MOE, GRANITE_MOE, LFM2, LFM2_MOE, HUNYUAN, HUNYUAN_MOE, MINIMAX_M2, MINIMAX_M3,
     GLM4_MOE_LITE, GLM4V_MOE, GRANITE_HYBRID, NEMOTRON_H_MOE, NEMOTRON_H, MAMBA2, JAMBA, FALCON_H1, DEEPSEEK32,
-    GLM5, APERTUS, DEEPSEEK4, SOLAR_OPEN, DOTS1, GEMMA4_UNIFIED,
+    BERT, GLM5, APERTUS, DEEPSEEK4, SOLAR_OPEN, DOTS1, GEMMA4_UNIFIED,
 )  # fmt: skip
