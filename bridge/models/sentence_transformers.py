@@ -65,8 +65,8 @@ def dense_sizes(folder: Path) -> dict[str, tuple[int, int]]:
         activation = str(config.get("activation_function", "Identity")).rpartition(".")[2]
         if activation != "Identity" or config.get("bias", True):
             raise BridgeError(f"{file}: has a bias or an activation ({activation}); llama.cpp's dense layers have none")
-        counts = config.get("in_features"), config.get("out_features")
-        if not all(isinstance(count, int) and count > 0 for count in counts):
-            raise BridgeError(f"{file}: in_features and out_features are {counts}; must be numbers")
-        sizes[f"dense_{name[0]}"] = counts
+        reads, makes = config.get("in_features"), config.get("out_features")
+        if not isinstance(reads, int) or not isinstance(makes, int) or min(reads, makes) < 1:
+            raise BridgeError(f"{file}: in_features is {reads!r}, out_features {makes!r}; must be numbers above 0")
+        sizes[f"dense_{name[0]}"] = reads, makes
     return sizes

@@ -30,17 +30,16 @@ from bridge.runtime.decoder.decoder import Decoder
 from bridge.runtime.decoder.prediction import PredictionHead
 from bridge.runtime.decoder.shared import SharedDecoder
 from bridge.runtime.layers.lora import add_adapter
-from bridge.runtime.quant_tensor import QuantTensor
 from bridge.runtime.reader import GGUFFile, open_gguf
 from bridge.runtime.replies.batch import MAX_BATCH, Batch
 from bridge.runtime.replies.continuations import continuation_scores
 from bridge.runtime.replies.drawing import Timing, reply_tokens, run_batch
 from bridge.runtime.replies.generation import ScoredToken, scored, stop_texts, until
-from bridge.runtime.replies.pooling import Pooler, Ranker, dense_layers
 from bridge.runtime.replies.scoring import TokenScorer
 from bridge.runtime.replies.speculation import Drafter, check_decoder, drafter_for
 from bridge.runtime.sampling import ReplyKeywords, Sampler
 from bridge.runtime.tokenizer import Tokenizer
+from bridge.runtime.vectors import Vectors
 from bridge.system.operands import check_precision
 from bridge.system.options import check_integer, checked
 
@@ -51,7 +50,7 @@ DEFAULT_CONTEXT = 4096  # tokens, where the model was trained for more
 _LONGEST_CONTEXT = 1 << 24  # tokens, more than any model was trained for
 
 
-class Model:
+class Model(Vectors):
     """A GGUF ready to run; `Model.load` makes one."""
 
     path: Path
@@ -199,6 +198,7 @@ class Model:
 
     def logits(self, tokens: Sequence[int], last: int | None = None) -> np.ndarray:
         """float32 [tokens, vocab]: what follows each position (of the `last` ones only), from an empty context."""
+        self.check_continues()
         ids = self.checked_ids(tokens)
         if last is not None:
             check_integer("last", last, 1)
@@ -228,6 +228,7 @@ class Model:
         """
         if not context or not all(continuations):
             raise BridgeError("the context and its continuations must have tokens of their own")
+        self.check_continues()
         for tokens in continuations:
             self.checked_ids([*context, *tokens[:-1]])
         with self.taken() as decoder:
@@ -239,6 +240,7 @@ class Model:
         The first token has none, so it is not part of the list: it is BOS where the file asks for it.
         """
         check_integer("top", top, 0)
+        self.check_continues()
         ids = self.checked_ids(self.tokenizer.encode(text) if isinstance(text, str) else text)
         with self.taken() as decoder:
             scorer = self.token_scorer(ids, top)
@@ -248,66 +250,6 @@ class Model:
     def token_scorer(self, tokens: Sequence[int], top: int) -> TokenScorer:
         """What makes `logprobs` of a prompt's states in a `Batch`."""
         return TokenScorer(self._decoder, self.tokenizer, tokens, top)
-
-    def embed(
-        self, texts: str | Sequence[str | Sequence[int]], pooling: str | None = None, normalize: bool = True
-    ) -> np.ndarray:
-        """float32 [texts, hidden]: a vector for each text (or its token ids), of its tokens' last hidden states.
-
-        pooling    "mean" of all tokens, the first one's ("cls") or the "last" one's; None: as the file says, which has
-                   it of the model's training, or else the mean
-        normalize  whether vectors have length 1, so that products of them are cosines
-        """
-        prompts = [texts] if isinstance(texts, str) else list(texts)
-        ids = [self.checked_ids(self.tokenizer.encode(text) if isinstance(text, str) else text) for text in prompts]
-        vectors = []
-        for tokens in ids:
-            pooler = self.pooler(pooling)
-            self._read_whole(tokens, pooler)
-            vectors.append(pooler.vector(normalize))
-        return np.array(vectors, np.float32).reshape(len(vectors), self.embedding_size)
-
-    def _read_whole(self, tokens: Sequence[int], pooler: Pooler) -> None:
-        with self.taken() as decoder:
-            pooler(0, decoder.states(tokens, len(tokens)))
-
-    @cached_property
-    def _dense(self) -> list[QuantTensor]:
-        return dense_layers(self._file, self.config.hidden)
-
-    @property
-    def embedding_size(self) -> int:
-        """Numbers of a vector that `embed` makes."""
-        return self._dense[-1].shape[0] if self._dense else self.config.hidden
-
-    def pooler(self, pooling: str | None) -> Pooler:
-        """What makes a vector of a text's states; `pooling` as in `embed`."""
-        pooling = pooling or self.config.pooling or "mean"
-        if pooling == "rank":
-            raise BridgeError(
-                f"{self.path}: is a reranker, which scores documents for a query (rerank); its vectors need "
-                f"{parameter('pooling', 'mean')}, cls or last"
-            )
-        return Pooler(pooling, self._dense)
-
-    @cached_property
-    def ranker(self) -> Ranker:
-        """What scores documents; BridgeError where the file has no head for it."""
-        return Ranker(self._file, self.config, self.tokenizer)
-
-    def rerank(self, query: str, documents: Sequence[str]) -> np.ndarray:
-        """float32 [documents]: how well each answers a query, by the head of a reranker; larger is better.
-
-        Raises BridgeError where the file has no such head, or a query and a document do not fit the context.
-        """
-        if isinstance(documents, str):
-            raise BridgeError("documents is a text; must be a list of texts")
-        scores = []
-        for ids in [self.checked_ids(self.ranker.tokens(query, document)) for document in documents]:
-            pooler = Pooler(self.ranker.pooling)
-            self._read_whole(ids, pooler)
-            scores.append(self.ranker.score(pooler.vector(normalize=False)))
-        return np.array(scores, np.float32)
 
     @checked
     def generate(
@@ -472,13 +414,6 @@ class Model:
             raise BridgeError(f"token {bad}: the vocabulary has {self._decoder.vocab} tokens")
         return ids
 
-    def _check_continues(self) -> None:
-        if not self.config.causal:
-            raise BridgeError(
-                f"{self.path}: {self.config.arch} is an encoder, which cannot continue a text; it makes vectors (embed) "
-                "or, with a head for it, scores documents (rerank)"
-            )
-
     def _started(
         self, prompt: str | Sequence[int], max_tokens: int, sampler: Sampler, draft: Any = None
     ) -> Iterator[int]:
@@ -490,7 +425,7 @@ class Model:
         """The prompt in token ids, and the sampler that has seen them; BridgeError for invalid arguments."""
         ids = self.checked_ids(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt, max_tokens)
         if max_tokens:
-            self._check_continues()
+            self.check_continues()
         sampler.check(self._decoder.vocab)
         sampler.see(ids)
         return ids, sampler
