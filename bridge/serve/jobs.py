@@ -34,6 +34,7 @@ def reply_jobs(asked: ReplyRequest, model: Model, most: int, awaited: Callable[[
 
     Raises BadRequest where a prompt does not fit, and BridgeError where the sampler or the template refuses.
     """
+    model.check_continues()
     replies = max(1, len(asked.prompts)) * asked.n
     if replies > most:
         raise BadRequest(

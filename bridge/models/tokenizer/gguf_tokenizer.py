@@ -158,7 +158,7 @@ def _rows(vocabulary: Vocabulary, size: int) -> tuple[list[str], list[int], list
     tokens, types = [], []
     texts: set[str] = set()
     for token in range(size):
-        text, kind = entries.get(token, (f"[PAD{token}]", int(TokenType.UNUSED)))
+        text, kind = entries.get(token, (vocabulary.padding.format(token), int(TokenType.UNUSED)))
         while text in texts:  # llama.cpp refuses a vocabulary with duplicate texts
             text, kind = f"{text}[{token}]", int(TokenType.UNUSED)
         texts.add(text)

@@ -30,6 +30,7 @@ class Vocabulary:
     entries  id -> (text, type)
     scores   id -> score, or None
     keys     further keys of the GGUF
+    padding  the text of a row that has no token, with {} for its number
     """
 
     model: str
@@ -41,6 +42,7 @@ class Vocabulary:
     add_space_prefix: bool | None = None
     notes: list[str] = field(default_factory=list)
     keys: dict[str, GGUFValue] = field(default_factory=dict)
+    padding: str = "[PAD{}]"
 
 
 @dataclass

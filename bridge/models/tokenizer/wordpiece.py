@@ -38,7 +38,8 @@ def wordpiece_vocabulary(data: Mapping[str, Any], added: Sequence[Added]) -> Voc
             marked = text.removeprefix(CONTINUING) if text.startswith(CONTINUING) else SPACE + text
             entries[token] = (marked, kind)
     keys, notes = _normalizer(data.get("normalizer"))
-    return Vocabulary("bert", "bert-bge", entries, unk=model.get("unk_token"), notes=notes, keys=keys)
+    unk, padding = model.get("unk_token"), f"{SPACE}[PAD{{}}]"
+    return Vocabulary("bert", "bert-bge", entries, unk=unk, notes=notes, keys=keys, padding=padding)
 
 
 def _normalizer(node: Mapping[str, Any] | None) -> tuple[dict[str, GGUFValue], list[str]]:

@@ -1,0 +1,99 @@
+"""Models that make vectors: what is converted, against llama.cpp's converter, transformers and llama.cpp itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import bridge
+from scripts.peers.llama.llama_cpp import LlamaCpp
+from tests.models.test_converter import assert_is_golden
+from tests.support.encoder_models import ENCODERS, RERANKERS, TEXTS, Encoder, new_encoder
+from tests.support.make_families import ENCODER_GOLDENS, write_values
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+QUERY, DOCUMENTS = "who ran home?", ("a dog ran home", "the cat sat on the mat.", "green")
+RANK = 4  # pooling_type
+
+
+def converted(folder: Path, type: str = "F32") -> Path:
+    out = folder.with_suffix(".gguf")
+    bridge.convert(folder, out, tensor_types=[(".*", type)])
+    return out
+
+
+def ids_of(folder: Path, *texts: str) -> list[int]:
+    """By the `tokenizers` library."""
+    from tokenizers import Tokenizer
+
+    ids: list[int] = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(*texts).ids
+    return ids
+
+
+def states(model: Any, ids: list[int]) -> np.ndarray:
+    import torch
+
+    base = getattr(model, model.base_model_prefix, model)
+    with torch.no_grad():
+        hidden: np.ndarray = base(torch.tensor([ids])).last_hidden_state[0].numpy()
+    return hidden
+
+
+def pooled(encoder: Encoder, folder: Path, hidden: np.ndarray) -> np.ndarray:
+    """The vector that sentence-transformers makes of states."""
+    from safetensors.numpy import load_file
+
+    vector = {"cls_token": hidden[0], "lasttoken": hidden[-1]}.get(encoder.pooling, hidden.mean(0))
+    for number in (2, 3) if encoder.dense else ():
+        vector = load_file(folder / f"{number}_Dense/model.safetensors")["linear.weight"] @ vector
+    return vector / np.linalg.norm(vector)
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in ENCODER_GOLDENS.glob("*.json")))
+def test_an_encoders_gguf_is_what_llama_cpps_converter_makes_of_it(name: str, tmp_path: Path) -> None:
+    golden = json.loads((ENCODER_GOLDENS / f"{name}.json").read_text())
+    folder = tmp_path / name
+    new_encoder(ENCODERS[name], folder)
+    assert {key: list(shape) for key, shape in write_values(folder).items()} == golden["checkpoint"]
+    assert_is_golden(converted(folder), golden)
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_an_encoders_vectors_are_those_of_transformers_and_of_llama_cpp(name: str, tmp_path: Path) -> None:
+    encoder, folder = ENCODERS[name], tmp_path / name
+    reference = new_encoder(encoder, folder)
+    gguf = converted(folder)
+    with bridge.Model.load(gguf, precision="f32", kv="f32") as model:
+        ours = model.embed(TEXTS)
+        assert [model.tokenizer.encode(text) for text in TEXTS] == [ids_of(folder, text) for text in TEXTS]
+    expected = [pooled(encoder, folder, states(reference, ids_of(folder, text))) for text in TEXTS]
+    np.testing.assert_allclose(ours, expected, atol=2e-5)
+    with LlamaCpp(gguf, pooling=None if encoder.pooling else 1) as peer:
+        for text, vector in zip(TEXTS, ours, strict=True):
+            assert peer.tokenize(text, add_special=True) == ids_of(folder, text)
+            theirs = peer.embedding(ids_of(folder, text))
+            assert vector @ theirs / np.linalg.norm(theirs) > 0.9999
+
+
+@pytest.mark.parametrize("name", RERANKERS)
+def test_a_rerankers_scores_are_those_of_transformers_and_of_llama_cpp(name: str, tmp_path: Path) -> None:
+    import torch
+
+    folder = tmp_path / name
+    reference = new_encoder(RERANKERS[name], folder)
+    gguf = converted(folder)
+    with bridge.Model.load(gguf, precision="f32", kv="f32") as model:
+        pairs = [model.ranker.tokens(QUERY, document) for document in DOCUMENTS]
+        assert pairs == [ids_of(folder, QUERY, document) for document in DOCUMENTS]
+        scores = model.rerank(QUERY, DOCUMENTS)
+    with torch.no_grad():
+        expected = [float(reference(torch.tensor([ids])).logits[0, 0]) for ids in pairs]
+    np.testing.assert_allclose(scores, expected, atol=2e-5)
+    with LlamaCpp(gguf, pooling=RANK) as peer:
+        theirs = [float(peer.embedding(ids, 1)[0]) for ids in pairs]
+    np.testing.assert_allclose(scores, theirs, atol=2e-3)
