@@ -132,6 +132,7 @@ def describe_model(
         writer.kv_data[0].pop(f"{family.arch}.{key}", None)
         if value is not None:
             writer.kv_data[0][f"{family.arch}.{key}"] = value
+    tokenizer.chat_templates |= family.templates(values)
     tokenizer.add_metadata(writer)
     outline.metadata = writer.kv_data[0]
     if templates := outline.metadata.get(gguf.Keys.Tokenizer.CHAT_TEMPLATES):

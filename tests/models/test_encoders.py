@@ -12,7 +12,7 @@ import pytest
 import bridge
 from scripts.peers.llama.llama_cpp import LlamaCpp
 from tests.models.test_converter import assert_is_golden
-from tests.support.encoder_models import ENCODERS, RERANKERS, TEXTS, Encoder, new_encoder
+from tests.support.encoder_models import CONVERTED, ENCODERS, RERANKERS, TEXTS, Encoder, new_encoder
 from tests.support.make_families import ENCODER_GOLDENS, write_values
 
 pytest.importorskip("torch")
@@ -33,6 +33,11 @@ def ids_of(folder: Path, *texts: str) -> list[int]:
 
     ids: list[int] = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(*texts).ids
     return ids
+
+
+def added_tokens(folder: Path) -> list[dict[str, Any]]:
+    added: list[dict[str, Any]] = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["added_tokens"]
+    return added
 
 
 def states(model: Any, ids: list[int]) -> np.ndarray:
@@ -58,7 +63,7 @@ def pooled(encoder: Encoder, folder: Path, hidden: np.ndarray) -> np.ndarray:
 def test_an_encoders_gguf_is_what_llama_cpps_converter_makes_of_it(name: str, tmp_path: Path) -> None:
     golden = json.loads((ENCODER_GOLDENS / f"{name}.json").read_text())
     folder = tmp_path / name
-    new_encoder(ENCODERS[name], folder)
+    new_encoder(CONVERTED[name], folder)
     assert {key: list(shape) for key, shape in write_values(folder).items()} == golden["checkpoint"]
     assert_is_golden(converted(folder), golden)
 
@@ -89,10 +94,20 @@ def test_a_rerankers_scores_are_those_of_transformers_and_of_llama_cpp(name: str
     gguf = converted(folder)
     with bridge.Model.load(gguf, precision="f32", kv="f32") as model:
         pairs = [model.ranker.tokens(QUERY, document) for document in DOCUMENTS]
-        assert pairs == [ids_of(folder, QUERY, document) for document in DOCUMENTS]
+        if "qwen3" in name:
+            asked = [f"<Query>: {QUERY}\n<Document>: {document}<|im_end|>" for document in DOCUMENTS]
+            texts = [model.tokenizer.decode(pair, special=True) for pair in pairs]
+            assert all(question in text for question, text in zip(asked, texts, strict=True))
+        else:
+            assert pairs == [ids_of(folder, QUERY, document) for document in DOCUMENTS]
         scores = model.rerank(QUERY, DOCUMENTS)
     with torch.no_grad():
-        expected = [float(reference(torch.tensor([ids])).logits[0, 0]) for ids in pairs]
+        logits = [reference(torch.tensor([ids])).logits[0] for ids in pairs]
+    if "qwen3" in name:  # the share of "yes" beside "no", after the last token
+        ids = {token["content"]: token["id"] for token in added_tokens(folder)}
+        expected = [float(rows[-1, [ids["yes"], ids["no"]]].softmax(0)[0]) for rows in logits]
+    else:
+        expected = [float(rows[0]) for rows in logits]
     np.testing.assert_allclose(scores, expected, atol=2e-5)
     with LlamaCpp(gguf, pooling=RANK) as peer:
         theirs = [float(peer.embedding(ids, 1)[0]) for ids in pairs]

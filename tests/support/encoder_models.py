@@ -51,16 +51,26 @@ SIZES: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "max_position_embeddings": 256,
 }  # fmt: skip
+QWEN3: dict[str, Any] = {
+    **SIZES, "head_dim": 16, "num_key_value_heads": 2, "tie_word_embeddings": True, "eos_token_id": 0,
+}  # fmt: skip
 ENCODERS = {
     "bert": Encoder("BertModel", "BertConfig", SIZES, pooling="mean_tokens"),
     "bert-cls": Encoder("BertModel", "BertConfig", {**SIZES, "num_hidden_layers": 3, "num_attention_heads": 2},
         pooling="cls_token"),
     "bert-masked": Encoder("BertForMaskedLM", "BertConfig", {**SIZES, "num_attention_heads": 1, "type_vocab_size": 1}),
+    "qwen3-embedding": Encoder("Qwen3Model", "Qwen3Config", QWEN3, "bpe", "lasttoken"),
+    "qwen3-embedding-untied": Encoder("Qwen3ForCausalLM", "Qwen3Config", {**QWEN3, "tie_word_embeddings": False,
+        "num_key_value_heads": 4, "head_dim": 8}, "bpe", "lasttoken"),
 }  # fmt: skip
-# with a head that scores documents; the converter drops BERT's pooler, which is a part of it
+# with a head that scores documents
 RERANKERS = {
     "bert-reranker": Encoder("BertForSequenceClassification", "BertConfig", {**SIZES, "num_labels": 1}),
+    "qwen3-reranker": Encoder("Qwen3ForCausalLM", "Qwen3Config", QWEN3, "bpe"),
+    "qwen3-reranker-untied": Encoder("Qwen3ForCausalLM", "Qwen3Config", {**QWEN3, "tie_word_embeddings": False}, "bpe"),
 }  # fmt: skip
+# what the converter takes; it drops BERT's pooler, which is a part of its head
+CONVERTED = {name: encoder for name, encoder in (ENCODERS | RERANKERS).items() if name != "bert-reranker"}
 
 
 def write_wordpiece(folder: Path) -> int:
@@ -96,6 +106,25 @@ def write_unigram(folder: Path) -> int:
     return len(vocab)
 
 
+def write_bpe(folder: Path) -> int:
+    """The project's own tokenizer with a reranker's answers, and another token after a text than the one that ends
+    replies, as Qwen3-Embedding's has it; returns the vocabulary's size."""
+    copy_tokenizer(folder)
+    data = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    (end,) = data["added_tokens"]
+    size = len(data["model"]["vocab"])
+    for number, (text, special) in enumerate((("yes", False), ("no", False), ("<|im_end|>", True))):
+        data["added_tokens"].append({**end, "id": size + number, "content": text, "special": special})
+    ends = [{"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": end["content"], "type_id": 0}}]
+    both = [*ends, {"Sequence": {"id": "B", "type_id": 0}}, ends[1]]
+    known = {end["content"]: {"id": end["content"], "ids": [end["id"]], "tokens": [end["content"]]}}
+    data["post_processor"] |= {"single": ends, "pair": both, "special_tokens": known}
+    (folder / "tokenizer.json").write_text(json.dumps(data), encoding="utf-8")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "eos_token": "<|im_end|>"}))
+    return size + 3
+
+
 def _write(
     folder: Path, model: dict[str, Any], special: list[str], normalizer: dict[str, Any], cuts: dict[str, Any],
     ends: tuple[str, str], between: int,
@@ -126,8 +155,7 @@ def _write_settings(folder: Path, kind: str, names: dict[str, str]) -> None:
 def write_tokenizer(encoder: Encoder, folder: Path) -> int:
     """An encoder's tokenizer; returns its size."""
     if encoder.tokenizer == "bpe":
-        copy_tokenizer(folder)
-        return 2048
+        return write_bpe(folder)
     return write_unigram(folder) if encoder.tokenizer == "unigram" else write_wordpiece(folder)
 
 

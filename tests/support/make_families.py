@@ -24,7 +24,7 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from tests.support.encoder_models import ENCODERS, new_encoder
+from tests.support.encoder_models import CONVERTED, new_encoder
 from tests.support.family_models import MODELS, PUBLISHED_AS, TEMPLATES, copy_tokenizer, new_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -161,7 +161,7 @@ def save_checkpoint(name: str, folder: Path) -> dict[str, tuple[int, ...]]:
 def save_encoder(name: str, folder: Path) -> dict[str, tuple[int, ...]]:
     """A checkpoint of an encoder with made-up values; returns the shapes, those of dense layers with their folder's
     name before theirs."""
-    new_encoder(ENCODERS[name], folder)
+    new_encoder(CONVERTED[name], folder)
     return write_values(folder)
 
 
@@ -193,21 +193,21 @@ def main(llama_cpp: Path, names: list[str]) -> None:
     TextModel.get_vocab_base_pre = lambda self, tokenizer: "llama-bpe"
     for goldens in (GOLDENS, ENCODER_GOLDENS):
         goldens.mkdir(exist_ok=True)
-    models = (MODELS | TEMPLATES | ENCODERS).keys() - UNKNOWN
+    models = (MODELS | TEMPLATES | CONVERTED).keys() - UNKNOWN
     for name in names or [*models, *(f"{name}{MTP}" for name in PREDICTING)]:
         with tempfile.TemporaryDirectory() as where, torch.inference_mode():
-            folder, out = Path(where) / "model", Path(where) / "out.gguf"
-            shapes = save_encoder(name, folder) if name in ENCODERS else save_checkpoint(name, folder)
+            folder, out = Path(where) / (name if name in CONVERTED else "model"), Path(where) / "out.gguf"
+            shapes = save_encoder(name, folder) if name in CONVERTED else save_checkpoint(name, folder)
             if name in UNREADABLE:
                 config = json.loads((folder / "config.json").read_text())
                 config |= config.get("text_config", {})
                 ModelBase.load_hparams = staticmethod(lambda *_, config=config: dict(config))
             kind = get_model_class(get_model_architecture(ModelBase.load_hparams(folder, False), ModelType.TEXT))
             kind.no_mtp = not name.endswith(MTP)  # layers that predict further tokens at once
-            if name not in ENCODERS:
+            if name not in CONVERTED:
                 kind.set_vocab = TextModel._set_vocab_gpt2  # what the tokenizer is, whatever the family usually has
             floats = gguf.LlamaFileType.MOSTLY_F16 if name in TEMPLATES else gguf.LlamaFileType.ALL_F32
-            kind(folder, floats, out, sentence_transformers_dense_modules=name in ENCODERS).write()
+            kind(folder, floats, out, sentence_transformers_dense_modules=name in CONVERTED).write()
             if name in TEMPLATES:
                 (GOLDENS / f"{name}.gguf.xz").write_bytes(lzma.compress(out.read_bytes()))
                 continue
@@ -225,7 +225,7 @@ def main(llama_cpp: Path, names: list[str]) -> None:
             config = json.loads((folder / "config.json").read_text())
         golden = {"config": config, "checkpoint": shapes, "arch": arch, "keys": keys, "tensors": tensors}
         text = ",\n".join(f'"{part}": {_lines(value)}' for part, value in golden.items())
-        goldens = ENCODER_GOLDENS if name in ENCODERS else GOLDENS
+        goldens = ENCODER_GOLDENS if name in CONVERTED else GOLDENS
         (goldens / f"{name}.json").write_text("{\n" + text + "\n}\n")
         print(name, arch, len(tensors))
 
