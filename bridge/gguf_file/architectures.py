@@ -156,6 +156,10 @@ ARCHITECTURES = {
         normed=True, post_norm=True, gelu=True, scaled=True, windows=Windows(6, base=10000.0, scaled=False),
         scaled_by_width=62,
     ),
+    "gemma-embedding": Graph(
+        causal=False, normed=True, post_norm=True, gelu=True, scaled=True,
+        windows=Windows(6, tokens=None, base=10000.0, scaled=False),
+    ),
     "gemma4": Graph(
         normed=True, post_norm=True, gelu=True, scaled=True, values_normed=True, beside=True, unscaled=True,
         windows=Windows(None, tokens=None, base=10000.0, scaled=False),

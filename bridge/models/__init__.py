@@ -27,7 +27,7 @@ from bridge.models.families import ALL
 from bridge.models.family import HEAD, Family, float_names
 from bridge.models.outline import Outline, OutlineTensor
 from bridge.models.prediction import left_out, mtp_name, predicting_in, with_prediction, without_prediction
-from bridge.models.sentence_transformers import pooling_type
+from bridge.models.sentence_transformers import DENSE, pooling_type
 from bridge.models.table import fill_table, invert_table
 from bridge.models.tokenizer.gguf_tokenizer import read_tokenizer
 from bridge.models.tokenizer.special_tokens import stripping_name
@@ -233,7 +233,7 @@ def _with_prefix(stored_names: dict[str, str], family: Family) -> tuple[dict[str
     embeddings = f"{family.table[0].source.removeprefix(prefix)}.weight"
     if not family.bare and (embeddings not in stored_names or any(name.startswith(prefix) for name in stored_names)):
         return stored_names, []
-    known = (prefix, f"{HEAD.source}.", "mtp.")
+    known = (prefix, f"{HEAD.source}.", "mtp.", *(f"{folder}." for folder in DENSE))
     named = {name if name.startswith(known) else prefix + name: stored for name, stored in stored_names.items()}
     first = next((name for name in stored_names if not name.startswith(known)), None)
     if family.bare or first is None:

@@ -52,12 +52,12 @@ def _modes(config: Mapping[str, Any]) -> list[str]:
     return [key.removeprefix(start) for key, used in config.items() if key.startswith(start) and used]
 
 
-def dense_sizes(folder: Path) -> dict[str, tuple[int, int]]:
-    """The dense layers that a model's folder has, "dense_2" or "dense_3", and what each reads and makes.
+def dense_sizes(folder: Path, hidden: int) -> dict[str, int]:
+    """What each dense layer of a model's folder reads and makes, by the GGUF's keys: dense_2_feat_in ...
 
-    Raises BridgeError for one that llama.cpp cannot express.
+    Raises BridgeError for layers that llama.cpp cannot express: it begins and ends with `hidden` numbers.
     """
-    sizes = {}
+    sizes: dict[str, int] = {}
     for name in DENSE:
         if not (file := folder / name / "config.json").is_file():
             continue
@@ -68,5 +68,10 @@ def dense_sizes(folder: Path) -> dict[str, tuple[int, int]]:
         reads, makes = config.get("in_features"), config.get("out_features")
         if not isinstance(reads, int) or not isinstance(makes, int) or min(reads, makes) < 1:
             raise BridgeError(f"{file}: in_features is {reads!r}, out_features {makes!r}; must be numbers above 0")
-        sizes[f"dense_{name[0]}"] = reads, makes
+        sizes |= {f"dense_{name[0]}_feat_in": reads, f"dense_{name[0]}_feat_out": makes}
+    first, last = sizes.get("dense_2_feat_in", hidden), sizes.get("dense_3_feat_out", hidden)
+    if sizes and (first, last) != (hidden, hidden):
+        raise BridgeError(
+            f"{folder}: dense layers read {first} numbers and make {last}; llama.cpp's begin and end with {hidden}"
+        )
     return sizes

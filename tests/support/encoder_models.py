@@ -51,26 +51,42 @@ SIZES: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "max_position_embeddings": 256,
 }  # fmt: skip
+XLM: dict[str, Any] = {**SIZES, "max_position_embeddings": 258, "pad_token_id": 1, "type_vocab_size": 1}
 QWEN3: dict[str, Any] = {
     **SIZES, "head_dim": 16, "num_key_value_heads": 2, "tie_word_embeddings": True, "eos_token_id": 0,
+}  # fmt: skip
+GEMMA: dict[str, Any] = {
+    **SIZES, "head_dim": 16, "num_key_value_heads": 1, "num_hidden_layers": 7, "query_pre_attn_scalar": 16,
+    "sliding_window": 8, "use_bidirectional_attention": True, "eos_token_id": 0,
 }  # fmt: skip
 ENCODERS = {
     "bert": Encoder("BertModel", "BertConfig", SIZES, pooling="mean_tokens"),
     "bert-cls": Encoder("BertModel", "BertConfig", {**SIZES, "num_hidden_layers": 3, "num_attention_heads": 2},
         pooling="cls_token"),
     "bert-masked": Encoder("BertForMaskedLM", "BertConfig", {**SIZES, "num_attention_heads": 1, "type_vocab_size": 1}),
+    "xlm-roberta": Encoder("XLMRobertaModel", "XLMRobertaConfig", XLM, "unigram", "cls_token"),
+    "roberta": Encoder("RobertaModel", "RobertaConfig", {**XLM, "type_vocab_size": 2}, "roberta", "mean_tokens"),
     "qwen3-embedding": Encoder("Qwen3Model", "Qwen3Config", QWEN3, "bpe", "lasttoken"),
     "qwen3-embedding-untied": Encoder("Qwen3ForCausalLM", "Qwen3Config", {**QWEN3, "tie_word_embeddings": False,
         "num_key_value_heads": 4, "head_dim": 8}, "bpe", "lasttoken"),
+    "embedding-gemma": Encoder("Gemma3TextModel", "Gemma3TextConfig", GEMMA, "bpe", "mean_tokens", 48),
+    "embedding-gemma-plain": Encoder("Gemma3TextModel", "Gemma3TextConfig", {**GEMMA, "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}, "bpe", "mean_tokens"),
 }  # fmt: skip
 # with a head that scores documents
 RERANKERS = {
     "bert-reranker": Encoder("BertForSequenceClassification", "BertConfig", {**SIZES, "num_labels": 1}),
+    "xlm-roberta-reranker": Encoder("XLMRobertaForSequenceClassification", "XLMRobertaConfig",
+        {**XLM, "num_labels": 1}, "unigram"),
     "qwen3-reranker": Encoder("Qwen3ForCausalLM", "Qwen3Config", QWEN3, "bpe"),
     "qwen3-reranker-untied": Encoder("Qwen3ForCausalLM", "Qwen3Config", {**QWEN3, "tie_word_embeddings": False}, "bpe"),
 }  # fmt: skip
-# what the converter takes; it drops BERT's pooler, which is a part of its head
-CONVERTED = {name: encoder for name, encoder in (ENCODERS | RERANKERS).items() if name != "bert-reranker"}
+# what the converter makes the same of; it drops BERT's pooler, which is a part of its head, and which layers of Gemma
+# have a window
+CONVERTED = {
+    name: encoder for name, encoder in (ENCODERS | RERANKERS).items()
+    if name not in ("bert-reranker", "embedding-gemma-plain")
+}  # fmt: skip
 
 
 def write_wordpiece(folder: Path) -> int:
@@ -125,6 +141,23 @@ def write_bpe(folder: Path) -> int:
     return size + 3
 
 
+def write_roberta(folder: Path) -> int:
+    """Byte-level BPE with RoBERTa's tokens around a text; returns the vocabulary's size."""
+    copy_tokenizer(folder)
+    data = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    (end,) = data["added_tokens"]
+    size = len(data["model"]["vocab"])
+    names = {"bos": "<s>", "pad": "<pad>", "eos": "</s>", "unk": "<unk>", "mask": "<mask>"}
+    data["added_tokens"] = [{**end, "id": size + n, "content": text} for n, text in enumerate(names.values())]
+    data |= {"normalizer": None, "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}}
+    data["post_processor"] = {"type": "RobertaProcessing", "sep": ["</s>", size + 2], "cls": ["<s>", size],
+                              "trim_offsets": True, "add_prefix_space": False}  # fmt: skip
+    (folder / "tokenizer.json").write_text(json.dumps(data), encoding="utf-8")
+    names |= {"cls": "<s>", "sep": "</s>"}
+    _write_settings(folder, "RobertaTokenizer", {f"{role}_token": text for role, text in names.items()})
+    return size + 5
+
+
 def _write(
     folder: Path, model: dict[str, Any], special: list[str], normalizer: dict[str, Any], cuts: dict[str, Any],
     ends: tuple[str, str], between: int,
@@ -156,6 +189,8 @@ def write_tokenizer(encoder: Encoder, folder: Path) -> int:
     """An encoder's tokenizer; returns its size."""
     if encoder.tokenizer == "bpe":
         return write_bpe(folder)
+    if encoder.tokenizer == "roberta":
+        return write_roberta(folder)
     return write_unigram(folder) if encoder.tokenizer == "unigram" else write_wordpiece(folder)
 
 

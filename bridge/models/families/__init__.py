@@ -1,7 +1,7 @@
 """The known families. Where an architecture's name stands for several, the first that is chosen."""
 
 from bridge.models.families.apertus import APERTUS
-from bridge.models.families.bert import BERT
+from bridge.models.families.bert import BERT, ROBERTA
 from bridge.models.families.bitnet import BITNET
 from bridge.models.families.command_r import COMMAND_R
 from bridge.models.families.deepseek import DEEPSEEK2, DEEPSEEK32, GLM4_MOE_LITE, GLM5
@@ -9,7 +9,7 @@ from bridge.models.families.deepseek4 import DEEPSEEK4
 from bridge.models.families.ernie4_5 import ERNIE4_5, ERNIE4_5_MOE
 from bridge.models.families.exaone4 import EXAONE4
 from bridge.models.families.falcon_h1 import FALCON_H1
-from bridge.models.families.gemma import GEMMA2, GEMMA3
+from bridge.models.families.gemma import GEMMA2, GEMMA3, GEMMA_EMBEDDING
 from bridge.models.families.gemma3n import GEMMA3N
 from bridge.models.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from bridge.models.families.glm4 import DOTS1, GLM4, GLM4_MOE, GLM4V_MOE, SOLAR_OPEN
@@ -34,9 +34,10 @@ from bridge.models.families.starcoder2 import STARCODER2
 
 ALL = (
     LLAMA, LLAMA4, MISTRAL, MIXTRAL, MISTRAL4, MISTRAL3, PHIMOE, QWEN2, QWEN2_MOE, QWEN2_VL, QWEN3, QWEN3_MOE,
-    QWEN3_VL, QWEN3_VL_MOE, QWEN3_NEXT, SMOLLM3, GRANITE, PHI3, GEMMA2, GEMMA3, GEMMA3N, GEMMA4, GLM4, GLM4_MOE,
+    QWEN3_VL, QWEN3_VL_MOE, QWEN3_NEXT, SMOLLM3, GRANITE, PHI3, GEMMA2, GEMMA_EMBEDDING, GEMMA3, GEMMA3N, GEMMA4, GLM4,
+    GLM4_MOE,
     OLMO2, COMMAND_R, STARCODER2, GPT2, DEEPSEEK2, GPT_OSS, BITNET, QWEN3_5, QWEN3_5_MOE, SEED_OSS, OLMO3, EXAONE4,
     ERNIE4_5, ERNIE4_5_MOE, GRANITE_MOE, LFM2, LFM2_MOE, HUNYUAN, HUNYUAN_MOE, MINIMAX_M2, MINIMAX_M3,
     GLM4_MOE_LITE, GLM4V_MOE, GRANITE_HYBRID, NEMOTRON_H_MOE, NEMOTRON_H, MAMBA2, JAMBA, FALCON_H1, DEEPSEEK32,
-    BERT, GLM5, APERTUS, DEEPSEEK4, SOLAR_OPEN, DOTS1, GEMMA4_UNIFIED,
+    BERT, ROBERTA, GLM5, APERTUS, DEEPSEEK4, SOLAR_OPEN, DOTS1, GEMMA4_UNIFIED,
 )  # fmt: skip

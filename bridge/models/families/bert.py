@@ -2,14 +2,21 @@
 
 A model for classification, such as a reranker, has a head: two matrices with tanh between, on the first token's state.
 In BERT the first of them is the pooler, which embeddings do without.
+
+RoBERTa's positions begin after the number of its token for padding; GGUF has the rows from there on.
 """
 
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
+from bridge.errors import BridgeError
 from bridge.models.config.arguments import Arguments
-from bridge.models.config.gguf_keys import Computed, Constant
+from bridge.models.config.gguf_keys import Computed, Constant, Key
 from bridge.models.config.model_config import Config
 from bridge.models.family import Expected, Family, Row, required
+from bridge.models.outline import Part
 
 GELU = Expected("hidden_act", ("gelu", "gelu_python", "gelu_new"))
 ENCODER = (
@@ -73,6 +80,7 @@ LAYERS = (
     _layer("output.LayerNorm", "hidden"),
 )
 WORDS = Row("embeddings.word_embeddings", "vocab hidden")
+POSITIONS = Row("embeddings.position_embeddings", "context hidden", floats="F32")
 TYPES = Row("embeddings.token_type_embeddings", "types hidden", floats="F32")
 EMBEDDING_NORM = Row("embeddings.LayerNorm", "hidden", bias=required)
 
@@ -87,8 +95,46 @@ BERT = Family(
     layer_norm=True, rotary=False, lacks=("head_dim",), starts=("bert.",),
     unneeded=("pooler.", "cls.", "embeddings.position_ids"),
     table=(
-        WORDS, Row("embeddings.position_embeddings", "context hidden", floats="F32"), TYPES, EMBEDDING_NORM,
+        WORDS, POSITIONS, TYPES, EMBEDDING_NORM,
         *LAYERS,
         *head("pooler.dense", "classifier"),
+    ),
+)  # fmt: skip
+
+
+def _first_position(config: Config) -> int:
+    return config.count("pad_token_id", 1) + 1
+
+
+def _roberta_sizes(config: Config, args: Arguments) -> dict[str, int]:
+    context = args.context - _first_position(config)
+    if context < 1:
+        raise BridgeError(f"{config.path}: max_position_embeddings {args.context} leaves no position after padding's")
+    return {**encoder_sizes(config, args), "context": context}
+
+
+def _positions(args: Arguments, source: str) -> tuple[Part, ...]:
+    rows = np.arange(args.context - args.more["context"], args.context)
+    return (Part(source, (len(rows), args.hidden), rows, stored=(args.context, args.hidden)),)
+
+
+ROBERTA = replace(
+    BERT,
+    titles=("RoBERTa and XLM-RoBERTa¹⁸",),
+    architectures=(
+        "XLMRobertaModel", "XLMRobertaForSequenceClassification", "XLMRobertaForMaskedLM", "RobertaModel",
+        "RobertaForSequenceClassification", "RobertaForMaskedLM", "CamembertModel",
+    ),
+    model_type="xlm-roberta",
+    keys={**BERT.keys, "rms_norm_eps": 1e-5, "max_position_embeddings": 514},
+    chosen=lambda config: not config.get("lora_adaptations"),
+    in_gguf=lambda _get: False,
+    sizes=_roberta_sizes,
+    metadata=(*BERT.metadata, Key("context_length", size="context")),
+    starts=("roberta.",), unneeded=("pooler.", "lm_head.", "embeddings.position_ids"),
+    table=(
+        WORDS, replace(POSITIONS, parts=_positions), TYPES, EMBEDDING_NORM,
+        *LAYERS,
+        *head("classifier.dense", "classifier.out_proj"),
     ),
 )  # fmt: skip

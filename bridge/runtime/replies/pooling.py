@@ -55,7 +55,7 @@ class Pooler:
         """float32 [size], of length 1 if `normalize`; the first of all, or all."""
         values = self._sum / self._count
         for layer in self._dense:
-            values = np.asarray(layer.matmul(values.astype(np.float32), precision="f32"))
+            values = layer.matmul(values[None].astype(np.float32), precision="f32")[0]
         values = values[:size]
         norm = float(np.linalg.norm(values)) if normalize else 1.0
         return (values / norm if norm else values).astype(np.float32)
