@@ -191,6 +191,11 @@ ARCHITECTURES = {
     "starcoder2": Graph(layer_norm=True, gated=False, gelu=True),
     "gpt2": Graph(layer_norm=True, gated=False, gelu=True, unrotated_every=1, positions=True),
     "bert": Graph(**_ENCODER, gated=False, unrotated_every=1, positions=True),
+    "nomic-bert": Graph(**{**_ENCODER, "gelu": False}),
+    "modern-bert": Graph(
+        causal=False, layer_norm=True, embedding_norm=True, gelu=True, erf=True, head_gelu=True, head_mean=True,
+        windows=Windows(3, base=10000.0, last=False),
+    ),
     "deepseek2": Graph(**_LATENT, sigmoid_vocab=154880),  # GLM-4.7-Flash, whose first files lack the key
     "deepseek32": _INDEXED, "glm-dsa": _INDEXED, "mistral4": Graph(**_LATENT),
     "lfm2": Graph(**_CONVOLVED), "lfm2moe": Graph(**_CONVOLVED, sigmoid=True),

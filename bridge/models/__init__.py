@@ -230,6 +230,8 @@ def _with_prefix(stored_names: dict[str, str], family: Family) -> tuple[dict[str
     """Names (-> the checkpoint's) with the start that the table's have, where none has it (in a bare family, each that
     lacks it), and a note."""
     prefix = f"{family.block.rpartition('.')[0]}."
+    if prefix == ".":
+        return stored_names, []
     embeddings = f"{family.table[0].source.removeprefix(prefix)}.weight"
     if not family.bare and (embeddings not in stored_names or any(name.startswith(prefix) for name in stored_names)):
         return stored_names, []

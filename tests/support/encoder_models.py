@@ -52,6 +52,10 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 256,
 }  # fmt: skip
 XLM: dict[str, Any] = {**SIZES, "max_position_embeddings": 258, "pad_token_id": 1, "type_vocab_size": 1}
+MODERN: dict[str, Any] = {
+    **SIZES, "num_hidden_layers": 5, "local_attention": 16, "pad_token_id": 1, "bos_token_id": 2048,
+    "eos_token_id": 2050, "cls_token_id": 2048, "sep_token_id": 2050, "layer_norm_eps": 1e-5,
+}  # fmt: skip
 QWEN3: dict[str, Any] = {
     **SIZES, "head_dim": 16, "num_key_value_heads": 2, "tie_word_embeddings": True, "eos_token_id": 0,
 }  # fmt: skip
@@ -66,6 +70,11 @@ ENCODERS = {
     "bert-masked": Encoder("BertForMaskedLM", "BertConfig", {**SIZES, "num_attention_heads": 1, "type_vocab_size": 1}),
     "xlm-roberta": Encoder("XLMRobertaModel", "XLMRobertaConfig", XLM, "unigram", "cls_token"),
     "roberta": Encoder("RobertaModel", "RobertaConfig", {**XLM, "type_vocab_size": 2}, "roberta", "mean_tokens"),
+    "modern-bert": Encoder("ModernBertModel", "ModernBertConfig", MODERN, "roberta", "cls_token"),
+    "modern-bert-silu": Encoder("ModernBertForMaskedLM", "ModernBertConfig", {**MODERN, "num_hidden_layers": 4,
+        "global_attn_every_n_layers": 2, "hidden_activation": "silu"}, "roberta", "mean_tokens"),
+    "nomic-bert": Encoder("NomicBertModel", "NomicBertConfig", {**SIZES, "type_vocab_size": 2},
+        pooling="mean_tokens"),
     "qwen3-embedding": Encoder("Qwen3Model", "Qwen3Config", QWEN3, "bpe", "lasttoken"),
     "qwen3-embedding-untied": Encoder("Qwen3ForCausalLM", "Qwen3Config", {**QWEN3, "tie_word_embeddings": False,
         "num_key_value_heads": 4, "head_dim": 8}, "bpe", "lasttoken"),
@@ -78,6 +87,8 @@ RERANKERS = {
     "bert-reranker": Encoder("BertForSequenceClassification", "BertConfig", {**SIZES, "num_labels": 1}),
     "xlm-roberta-reranker": Encoder("XLMRobertaForSequenceClassification", "XLMRobertaConfig",
         {**XLM, "num_labels": 1}, "unigram"),
+    "modern-bert-reranker": Encoder("ModernBertForSequenceClassification", "ModernBertConfig", {**MODERN,
+        "num_labels": 1, "classifier_pooling": "mean"}, "roberta"),
     "qwen3-reranker": Encoder("Qwen3ForCausalLM", "Qwen3Config", QWEN3, "bpe"),
     "qwen3-reranker-untied": Encoder("Qwen3ForCausalLM", "Qwen3Config", {**QWEN3, "tie_word_embeddings": False}, "bpe"),
 }  # fmt: skip
@@ -118,7 +129,8 @@ def write_unigram(folder: Path) -> int:
     cuts = {"type": "Sequence", "pretokenizers": [{"type": "WhitespaceSplit"}, spaces]}
     _write(folder, model, [*special, "<mask>"], normalizer, cuts, ("<s>", "</s>"), 2)
     names = {"bos": "<s>", "eos": "</s>", "unk": "<unk>", "pad": "<pad>", "cls": "<s>", "sep": "</s>", "mask": "<mask>"}
-    _write_settings(folder, "XLMRobertaTokenizer", {f"{role}_token": text for role, text in names.items()})
+    settings = {f"{role}_token": text for role, text in names.items()}
+    _write_settings(folder, "XLMRobertaTokenizer", {**settings, "clean_up_tokenization_spaces": True})
     return len(vocab)
 
 
@@ -148,8 +160,14 @@ def write_roberta(folder: Path) -> int:
     (end,) = data["added_tokens"]
     size = len(data["model"]["vocab"])
     names = {"bos": "<s>", "pad": "<pad>", "eos": "</s>", "unk": "<unk>", "mask": "<mask>"}
-    data["added_tokens"] = [{**end, "id": size + n, "content": text} for n, text in enumerate(names.values())]
-    data |= {"normalizer": None, "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}}
+    (second,) = (text for text, token in data["model"]["vocab"].items() if token == 1)
+    data["model"]["vocab"][second] = size + 1  # for padding is number 1
+    ids = (size, 1, size + 2, size + 3, size + 4)
+    data["added_tokens"] = [{**end, "id": n, "content": text} for n, text in zip(ids, names.values(), strict=True)]
+    data |= {
+        "normalizer": None,
+        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+    }
     data["post_processor"] = {"type": "RobertaProcessing", "sep": ["</s>", size + 2], "cls": ["<s>", size],
                               "trim_offsets": True, "add_prefix_space": False}  # fmt: skip
     (folder / "tokenizer.json").write_text(json.dumps(data), encoding="utf-8")
@@ -181,7 +199,7 @@ def _write(
     (folder / "tokenizer.json").write_text(json.dumps(data, ensure_ascii=False), encoding="utf-8")
 
 
-def _write_settings(folder: Path, kind: str, names: dict[str, str]) -> None:
+def _write_settings(folder: Path, kind: str, names: dict[str, Any]) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": kind, **names}))
 
 
@@ -234,7 +252,7 @@ def new_encoder(encoder: Encoder, folder: Path, **fields: Any) -> Any:
     config.architectures = [encoder.model]
     config._attn_implementation = "eager"
     model = randomized(getattr(transformers, encoder.model)(config).eval())
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, save_original_format=True)
     write_modules(encoder, folder)
     for number in (2, 3) if encoder.dense else ():
         sizes = (encoder.dense, own["hidden_size"]) if number == 2 else (own["hidden_size"], encoder.dense)

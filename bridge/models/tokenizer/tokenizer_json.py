@@ -29,9 +29,7 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, str]:
     """The two files' texts by name. Raises BridgeError if the vocabulary is of another kind, damaged, or cut by rules
     that are unknown."""
     if (model := metadata.get("tokenizer.ggml.model")) in ("bert", "t5"):
-        raise BridgeError(
-            f"tokenizer.ggml.model is {model!r}; must be gpt2, llama or gemma4 to become a tokenizer.json"
-        )
+        raise BridgeError(f"tokenizer.ggml.model is {model!r}; must be gpt2, llama or gemma4 for a tokenizer.json")
     tokenizer = Tokenizer(metadata)
     texts = {key: tokenizer.text(role_token(metadata, role, len(tokenizer))) for key, role in _ROLES.items()}
     config: dict[str, Any] = {

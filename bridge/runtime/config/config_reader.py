@@ -137,6 +137,8 @@ def _read(metadata: Mapping[str, Any], arch: str, path: Path) -> DecoderConfig:
         graph = replace(graph, unrotated_every=0)
     if graph.unit_norms and experts == graph.no_unit_norms:
         graph = replace(graph, unit_norms=False)
+    if metadata.get(f"{arch}.hidden_activation") == "silu":
+        graph = replace(graph, gelu=False)
     logit_scale = get("logit_scale", float, 1.0)
     causal = bool(metadata.get(f"{arch}.attention.causal", graph.causal))
     rms = "" if f"{arch}.attention.layer_norm_epsilon" in metadata else "rms_"
