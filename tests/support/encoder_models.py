@@ -163,6 +163,7 @@ def write_roberta(folder: Path) -> int:
     (second,) = (text for text, token in data["model"]["vocab"].items() if token == 1)
     data["model"]["vocab"][second] = size + 1  # for padding is number 1
     ids = (size, 1, size + 2, size + 3, size + 4)
+    data["model"]["vocab"] |= dict(zip(names.values(), ids, strict=True))
     data["added_tokens"] = [{**end, "id": n, "content": text} for n, text in zip(ids, names.values(), strict=True)]
     data |= {
         "normalizer": None,

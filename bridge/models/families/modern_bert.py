@@ -124,6 +124,7 @@ def _trained_positions(config: Config, args: Arguments) -> dict[str, Any]:
 # with the keys of the published config.json
 PUBLISHED_NOMIC_BERT = replace(
     NOMIC_BERT,
+    titles=(),
     chosen=lambda config: "n_embd" in config.values,
     in_gguf=lambda _get: False,
     expects=(
