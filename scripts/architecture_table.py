@@ -22,7 +22,8 @@ def rows() -> list[str]:
 def parts(graph: Graph) -> list[str]:
     """What layers of a graph have or do, in a few words each."""
     named = {
-        "attention both ways": not graph.causal, "latent attention": graph.latent, "windows": graph.windows is not None and not graph.chunked,
+        "attention both ways": not graph.causal,
+        "latent attention": graph.latent, "windows": graph.windows is not None and not graph.chunked,
         "chunks": graph.chunked, "capped scores": graph.score_cap, "sinks": graph.sinks,
         "gated heads": graph.output_gate, "heads normalized together": graph.normed_together,
         "heads normalized after their rotation": graph.norms_rotated, "layers without rotation": graph.unrotated_every,

@@ -162,6 +162,8 @@ def test_every_architecture_is_among_them() -> None:
 
 
 def test_an_encoder_is_refused() -> None:
+    from bridge.cuda.supported import check_supported
+
     config: Any = SimpleNamespace(causal=False)
     file: Any = SimpleNamespace(path="m.gguf", values=list)
     with pytest.raises(BridgeError, match="attention both ways cannot run on CUDA here; the CPU can"):

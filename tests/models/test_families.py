@@ -21,7 +21,8 @@ from bridge.models import describe_model
 from bridge.models.families import ALL
 from bridge.models.outline import Outline, OutlineTensor, Part
 from tests.conftest import CHECKPOINT, ROOT
-from tests.support.make_families import ENCODER_GOLDENS, GOLDENS
+from tests.support.encoder_models import ENCODERS
+from tests.support.make_families import GOLDENS
 
 CONFIG: dict[str, Any] = {
     "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -82,9 +83,10 @@ def test_a_familys_model_is_planned_as_it_was(
 
 
 def test_every_family_has_a_case() -> None:
-    """Here, or among those of llama.cpp's converter."""
+    """Here, among those of llama.cpp's converter, or among those held against transformers."""
     known = {name for _, config, _ in CASES for name in config.get("architectures") or [config["model_type"]]}
-    for golden in (*GOLDENS.glob("*.json"), *ENCODER_GOLDENS.glob("*.json")):
+    known |= {encoder.model for encoder in ENCODERS.values()}
+    for golden in GOLDENS.glob("*.json"):
         known |= {*json.loads(golden.read_text())["config"]["architectures"]}
     assert not [family.arch for family in ALL if not known & {*family.architectures, family.model_type}]
 

@@ -162,6 +162,7 @@ def write_roberta(folder: Path) -> int:
     names = {"bos": "<s>", "pad": "<pad>", "eos": "</s>", "unk": "<unk>", "mask": "<mask>"}
     (second,) = (text for text, token in data["model"]["vocab"].items() if token == 1)
     data["model"]["vocab"][second] = size + 1  # for padding is number 1
+    data["model"]["vocab"]["unused"] = data["model"]["vocab"].pop(end["content"])  # would be taken for an end
     ids = (size, 1, size + 2, size + 3, size + 4)
     data["model"]["vocab"] |= dict(zip(names.values(), ids, strict=True))
     data["added_tokens"] = [{**end, "id": n, "content": text} for n, text in zip(ids, names.values(), strict=True)]
