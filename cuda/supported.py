@@ -18,6 +18,8 @@ def _unsupported(file: GGUFFile, c: DecoderConfig, kv: str, precision: str) -> s
     """What is not supported."""
     if any(tensor.change is not None for tensor in file.values()):
         return "a model with an adapter (LoRA)"
+    if not c.causal:
+        return "attention both ways"
     for tensor in file.values():
         weighed = tensor.name.endswith("ffn_down_exps.weight") and not c.routing.before  # by factors times weights
         if len(tensor.shape) == 3 and not weighed and tensor.factors is not None and not has_kernel(tensor[0]):

@@ -22,11 +22,13 @@ def rows() -> list[str]:
 def parts(graph: Graph) -> list[str]:
     """What layers of a graph have or do, in a few words each."""
     named = {
+        "attention both ways": not graph.causal,
         "latent attention": graph.latent, "windows": graph.windows is not None and not graph.chunked,
         "chunks": graph.chunked, "capped scores": graph.score_cap, "sinks": graph.sinks,
         "gated heads": graph.output_gate or graph.gate_matrix, "heads normalized together": graph.normed_together,
         "heads normalized after their rotation": graph.norms_rotated, "layers without rotation": graph.unrotated_every,
         "temperatures": graph.temperature, "layer norms": graph.layer_norm, "norms of what is added": graph.post_norm,
+        "norms of the state with what is added": graph.renormed,
         "norms within": graph.sub_norm, "networks beside attention": graph.parallel,
         "networks without a gate": not graph.gated, "experts beside a network": graph.beside,
         "streams": graph.streams, "embeddings of positions": graph.positions,

@@ -26,6 +26,9 @@ class Windows:
     alone_rotated  the other layers rotate nothing
     dense_rotated  but those before the first with experts
     layers         that the models with a window have; 0: any number
+    last           the layer without a window is the last of each period, not the first
+
+    Where attention goes both ways (`Graph.causal`), the window reaches half its tokens back and as many ahead.
     """
 
     period: int | None
@@ -35,14 +38,15 @@ class Windows:
     alone_rotated: bool = False
     dense_rotated: bool = False
     layers: int = 0
+    last: bool = True
 
     def by_default(self, layers: int) -> tuple[bool, ...] | None:
         """Whether each layer has a window, where no key says so; None if the key must be there."""
-        return None if self.period is None else _by_period(self.period, layers)
+        return None if self.period is None else self.by_period(self.period, layers)
 
-
-def _by_period(period: int, layers: int) -> tuple[bool, ...]:
-    return tuple(period == 0 or (layer + 1) % period != 0 for layer in range(layers))
+    def by_period(self, period: int, layers: int) -> tuple[bool, ...]:
+        """Whether each layer has a window, where every n-th has none."""
+        return tuple(period == 0 or (layer + self.last) % period != 0 for layer in range(layers))
 
 
 @record
@@ -61,6 +65,7 @@ class Graph:
     """What an architecture's layers do that its metadata does not say, and llama.cpp's defaults for what it may say."""
 
     # attention
+    causal: bool = True  # tokens attend to those before them alone, if attention.causal does not say so
     neighbours: bool = False  # rotary pairs are neighbours (2i, 2i + 1) rather than halves (i, i + n/2)
     normed: bool = False  # q and k are normalized, each head or all of them together
     normed_together: bool = False  # they are so together: one norm for the heads of q, one for those of k
@@ -90,6 +95,8 @@ class Graph:
     late_norm: bool = False  # the norm before the network is stored as that after attention
     layer_norm: bool = False  # norms subtract the mean, and may have biases
     rms_by_key: bool = False  # they do not where attention.layer_norm_rms_epsilon is there
+    renormed: bool = False  # what is added is normalized with the state, which goes on so: there is no norm before
+    embedding_norm: bool = False  # embeddings are normalized
     output_norm: str = "output_norm"  # the name of the last norm
 
     # networks
@@ -97,6 +104,7 @@ class Graph:
     gated: bool = True  # the network has a gate
     gelu: bool = False  # gelu (its tanh form) in place of silu
     relu2: bool = False  # relu squared in place of silu
+    erf: bool = False  # gelu is not its tanh form
     clamped: bool = False  # gpt-oss's form of silu and of what it multiplies, see cpu/ops/decoder_ops.py
     xielu: bool = False  # an activation with numbers of each layer, see cpu/ops/decoder_ops.py
     alone: bool = False  # each layer is attention, or what takes its place, or a network: not both
@@ -121,8 +129,14 @@ class Graph:
     streams: bool = False  # there are several streams of activations
     logit_cap: float = 0.0  # as score_cap, of logits: final_logit_softcapping
     logits_times: bool = False  # logits are multiplied by logit_scale, not divided
+    head_gelu: bool = False  # a reranker's head has gelu between its matrices, in place of tanh
+    head_mean: bool = False  # it reads the mean of all states, if classifier.pooling_type does not say otherwise
+    head_softmax: bool = False  # its outputs are shares of one
 
 
+_ENCODER: dict[str, Any] = {
+    "causal": False, "layer_norm": True, "renormed": True, "embedding_norm": True, "gelu": True, "erf": True,
+}  # fmt: skip
 _CONVOLVED: dict[str, Any] = {
     "normed": True, "windows": Windows(0, base=None), "state": State(CONVOLUTION), "output_norm": "token_embd_norm",
 }  # fmt: skip
@@ -133,7 +147,8 @@ _NEMOTRON_H: dict[str, Any] = {"alone": True, "gated": False, "relu2": True, "st
 _INDEXED, _TILED = Graph(**_LATENT, sigmoid=True), Graph(**_DELTA, state=State(DELTA, tiled=True))
 ARCHITECTURES = {
     "llama": Graph(neighbours=True), "mistral3": Graph(neighbours=True), "qwen2": Graph(), "qwen2vl": Graph(),
-    "qwen2moe": Graph(unnormalized=True, shared_gate=True), "qwen3": Graph(normed=True), "qwen3vl": Graph(normed=True),
+    "qwen2moe": Graph(unnormalized=True, shared_gate=True),
+    "qwen3": Graph(normed=True, head_softmax=True), "qwen3vl": Graph(normed=True, head_softmax=True),
     "qwen3moe": Graph(normed=True), "qwen3vlmoe": Graph(normed=True),
     "smollm3": Graph(neighbours=True, unrotated_every=4), "granite": Graph(neighbours=True),
     "phi3": Graph(), "glm4": Graph(neighbours=True, post_norm=True),
@@ -158,6 +173,10 @@ ARCHITECTURES = {
     "gemma3": Graph(
         normed=True, post_norm=True, gelu=True, scaled=True, windows=Windows(6, base=10000.0, scaled=False),
         scaled_by_width=62,
+    ),
+    "gemma-embedding": Graph(
+        causal=False, normed=True, post_norm=True, gelu=True, scaled=True,
+        windows=Windows(6, tokens=None, base=10000.0, scaled=False),
     ),
     "gemma4": Graph(
         normed=True, post_norm=True, gelu=True, scaled=True, values_normed=True, beside=True, unscaled=True,
@@ -200,6 +219,12 @@ ARCHITECTURES = {
     ),
     "starcoder2": Graph(layer_norm=True, gated=False, gelu=True),
     "gpt2": Graph(layer_norm=True, gated=False, gelu=True, unrotated_every=1, positions=True),
+    "bert": Graph(**_ENCODER, gated=False, unrotated_every=1, positions=True),
+    "nomic-bert": Graph(**{**_ENCODER, "gelu": False}),
+    "modern-bert": Graph(
+        causal=False, layer_norm=True, embedding_norm=True, gelu=True, erf=True, head_gelu=True, head_mean=True,
+        windows=Windows(3, base=10000.0, last=False),
+    ),
     "deepseek2": Graph(**_LATENT, sigmoid_vocab=154880),  # GLM-4.7-Flash, whose first files lack the key
     "deepseek32": _INDEXED, "glm-dsa": _INDEXED, "mistral4": Graph(**_LATENT),
     "lfm2": Graph(**_CONVOLVED), "lfm2moe": Graph(**_CONVOLVED, sigmoid=True),
@@ -240,7 +265,7 @@ def read_windows(arch: str, get: Callable[[str], Any], layers: int) -> tuple[int
     elif isinstance(pattern, list) and len(pattern) >= layers and all(isinstance(one, int) for one in pattern):
         windows = tuple(bool(one) for one in pattern[:layers])
     elif isinstance(pattern, int) and not isinstance(pattern, bool) and pattern >= 0 and rule.period is not None:
-        windows = _by_period(pattern, layers)
+        windows = rule.by_period(pattern, layers)
     if windows is None:
         period = "" if rule.period is None else ", or be a period"
         raise BridgeError(

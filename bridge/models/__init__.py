@@ -27,6 +27,7 @@ from bridge.models.families import ALL
 from bridge.models.family import HEAD, Family, float_names
 from bridge.models.outline import Outline, OutlineTensor
 from bridge.models.prediction import left_out, mtp_name, predicting_in, with_prediction, without_prediction
+from bridge.models.sentence_transformers import DENSE, pooling_type
 from bridge.models.table import fill_table, invert_table
 from bridge.models.tokenizer.gguf_tokenizer import read_tokenizer
 from bridge.models.tokenizer.special_tokens import stripping_name
@@ -34,6 +35,9 @@ from bridge.models.wrapper import ANY_TEXT, has_parts, name_in_parts, renamed, t
 from bridge.system.storage.files import read_json
 
 __all__ = ["architecture", "describe_model", "float_layers", "numbers_of_gguf", "tensors_of_gguf"]
+
+
+_OLD_PARTS = {"gamma": "weight", "beta": "bias"}  # of BERT's norms, before PyTorch
 
 
 def architecture(folder: Path) -> str:
@@ -78,6 +82,8 @@ def describe_model(
     stored_names, others = text_names(names) if family.wrapped else ({name: name for name in names}, [])
     more: list[str] = []
     inner = text_config(config) if family.wrapped else config
+    if family.starts:
+        stored_names = {_without_start(name, family): stored for name, stored in stored_names.items()}
     stored_names, names_note = _with_prefix(stored_names, family)
     if headless := _headless(stored_names, family, inner):
         inner = {**inner, "tie_word_embeddings": True}
@@ -120,10 +126,13 @@ def describe_model(
     writer.add_type(gguf.GGUFType.MODEL)
     provenance.set_gguf_meta_model(writer)
     args.add_metadata(writer, family.layer_norm, family.rotary)
+    if (pooling := pooling_type(folder)) is not None:
+        writer.add_pooling_type(gguf.PoolingType(pooling))
     for key, value in family_keys.items():
         writer.kv_data[0].pop(f"{family.arch}.{key}", None)
         if value is not None:
             writer.kv_data[0][f"{family.arch}.{key}"] = value
+    tokenizer.chat_templates |= family.templates(values)
     tokenizer.add_metadata(writer)
     outline.metadata = writer.kv_data[0]
     if templates := outline.metadata.get(gguf.Keys.Tokenizer.CHAT_TEMPLATES):
@@ -212,14 +221,23 @@ def _with_more(args: Arguments, family: Family, values: Config) -> Arguments:
     return args if family.factors is None else replace(args, factors=family.factors(values, args))
 
 
+def _without_start(name: str, family: Family) -> str:
+    """A name as the table has it: without what it may begin with, and with today's names of a norm's parts."""
+    name = name.removeprefix(next((start for start in family.starts if name.startswith(start)), ""))
+    module, _, part = name.rpartition(".")
+    return f"{module}.{_OLD_PARTS[part]}" if part in _OLD_PARTS else name
+
+
 def _with_prefix(stored_names: dict[str, str], family: Family) -> tuple[dict[str, str], list[str]]:
     """Names (-> the checkpoint's) with the start that the table's have, where none has it (in a bare family, each that
     lacks it), and a note."""
     prefix = f"{family.block.rpartition('.')[0]}."
+    if prefix == ".":
+        return stored_names, []
     embeddings = f"{family.table[0].source.removeprefix(prefix)}.weight"
     if not family.bare and (embeddings not in stored_names or any(name.startswith(prefix) for name in stored_names)):
         return stored_names, []
-    known = (prefix, f"{HEAD.source}.", "mtp.")
+    known = (prefix, f"{HEAD.source}.", "mtp.", *(f"{folder}." for folder in DENSE))
     named = {name if name.startswith(known) else prefix + name: stored for name, stored in stored_names.items()}
     first = next((name for name in stored_names if not name.startswith(known)), None)
     if family.bare or first is None:

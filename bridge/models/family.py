@@ -146,6 +146,9 @@ class Family:
                    where llama.cpp's converter drops them; None: there are none; see `prediction`
     mtp            modules after mtp. -> what they are called in a layer, where checkpoints have mtp.*; all others are
                    called the same
+    templates      chat templates that its models have beside those of the checkpoint: config -> name -> text
+    starts         what names in checkpoints may begin with, before the table's
+    unneeded       beginnings of the names of tensors that the GGUF has no use for
     bare           whether checkpoints are published without the start of the table's names, "transformer." of GPT-2
     chosen         whether it is the one for a config.json, where an architecture's name stands for several families
     in_gguf        whether a GGUF of the architecture is of the family, where several have it; by the keys: `get` of
@@ -178,6 +181,9 @@ class Family:
     wrapped: bool = False
     predicts: str | None = None
     mtp: Mapping[str, str] = field(default_factory=dict)
+    templates: Callable[[Config], Mapping[str, str]] = lambda _config: {}
+    starts: tuple[str, ...] = ()
+    unneeded: tuple[str, ...] = ()
     bare: bool = False
     chosen: Callable[[Config], bool] = lambda _config: True
     in_gguf: Callable[[Callable[..., Any]], bool] = lambda _get: True

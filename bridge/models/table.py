@@ -181,7 +181,8 @@ class _Filled:
                 self.folds += [Fold(*pair) for pair in zip(modules, producers, strict=True)]
         bias, needed = f"{parts[0].module}.bias", row.bias is not None and row.bias(self.args)
         if needed or (row.bias is not None and bias in self.names):
-            self._plan(self._name(source, "bias"), shape[:1], (Part(bias, shape[:1], parts[0].rows),), "F32")
+            bias_name = f"{name.removesuffix('weight')}bias" if row.name else self._name(source, "bias")
+            self._plan(bias_name, shape[:1], (Part(bias, shape[:1], parts[0].rows),), "F32")
             if not needed:
                 self.optional.add(bias)
 
@@ -293,7 +294,9 @@ class _Filled:
         biases = {f"{module}.bias" for modules in ([HEAD.source], *self.modules.values()) for module in modules}
         unused, zero_only = [], []
         for name in sorted(self.names - self.used):
-            if name in biases:
+            if name.startswith(self.family.unneeded):
+                unused.append(name)
+            elif name in biases:
                 zero_only.append(name)
             elif name == f"{HEAD.source}.weight":
                 unused.append(name)  # a copy of tied embeddings

@@ -35,10 +35,11 @@ from bridge.runtime.replies.batch import MAX_BATCH, Batch
 from bridge.runtime.replies.continuations import continuation_scores
 from bridge.runtime.replies.drawing import Timing, reply_tokens, run_batch
 from bridge.runtime.replies.generation import ScoredToken, scored, stop_texts, until
-from bridge.runtime.replies.scoring import Pooler, TokenScorer
+from bridge.runtime.replies.scoring import TokenScorer
 from bridge.runtime.replies.speculation import Drafter, check_decoder, drafter_for
 from bridge.runtime.sampling import ReplyKeywords, Sampler
 from bridge.runtime.tokenizer import Tokenizer
+from bridge.runtime.vectors import Vectors
 from bridge.system.operands import check_precision
 from bridge.system.options import check_integer, checked
 
@@ -49,7 +50,7 @@ DEFAULT_CONTEXT = 4096  # tokens, where the model was trained for more
 _LONGEST_CONTEXT = 1 << 24  # tokens, more than any model was trained for
 
 
-class Model:
+class Model(Vectors):
     """A GGUF ready to run; `Model.load` makes one."""
 
     path: Path
@@ -197,6 +198,7 @@ class Model:
 
     def logits(self, tokens: Sequence[int], last: int | None = None) -> np.ndarray:
         """float32 [tokens, vocab]: what follows each position (of the `last` ones only), from an empty context."""
+        self.check_continues()
         ids = self.checked_ids(tokens)
         if last is not None:
             check_integer("last", last, 1)
@@ -226,6 +228,7 @@ class Model:
         """
         if not context or not all(continuations):
             raise BridgeError("the context and its continuations must have tokens of their own")
+        self.check_continues()
         for tokens in continuations:
             self.checked_ids([*context, *tokens[:-1]])
         with self.taken() as decoder:
@@ -237,6 +240,7 @@ class Model:
         The first token has none, so it is not part of the list: it is BOS where the file asks for it.
         """
         check_integer("top", top, 0)
+        self.check_continues()
         ids = self.checked_ids(self.tokenizer.encode(text) if isinstance(text, str) else text)
         with self.taken() as decoder:
             scorer = self.token_scorer(ids, top)
@@ -246,24 +250,6 @@ class Model:
     def token_scorer(self, tokens: Sequence[int], top: int) -> TokenScorer:
         """What makes `logprobs` of a prompt's states in a `Batch`."""
         return TokenScorer(self._decoder, self.tokenizer, tokens, top)
-
-    def embed(
-        self, texts: str | Sequence[str | Sequence[int]], pooling: str = "mean", normalize: bool = True
-    ) -> np.ndarray:
-        """float32 [texts, hidden]: a vector for each text (or its token ids), of its tokens' last hidden states.
-
-        pooling    "mean" of all tokens, or the "last" token's, as a model was trained for it
-        normalize  whether vectors have length 1, so that products of them are cosines
-        """
-        prompts = [texts] if isinstance(texts, str) else list(texts)
-        ids = [self.checked_ids(self.tokenizer.encode(text) if isinstance(text, str) else text) for text in prompts]
-        vectors = []
-        for tokens in ids:
-            pooler = Pooler(pooling)
-            with self.taken() as decoder:
-                pooler(0, decoder.states(tokens, len(tokens)))
-            vectors.append(pooler.vector(normalize))
-        return np.array(vectors, np.float32).reshape(len(vectors), self.config.hidden)
 
     @checked
     def generate(
@@ -438,6 +424,8 @@ class Model:
     def _start(self, prompt: str | Sequence[int], max_tokens: int, sampler: Sampler) -> tuple[list[int], Sampler]:
         """The prompt in token ids, and the sampler that has seen them; BridgeError for invalid arguments."""
         ids = self.checked_ids(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt, max_tokens)
+        if max_tokens:
+            self.check_continues()
         sampler.check(self._decoder.vocab)
         sampler.see(ids)
         return ids, sampler

@@ -21,7 +21,7 @@ from starlette.routing import Route
 
 from bridge.errors import BridgeError
 from bridge.runtime.model import Model
-from bridge.runtime.replies.scoring import Pooler
+from bridge.runtime.replies.pooling import Pooler
 from bridge.serve import llama_server, ollama, request_json, responses_request
 from bridge.serve.engine import Engine, Job, Refused, Stream, Update
 from bridge.serve.jobs import ReplyJobs, embedding_jobs, reply_jobs
@@ -29,6 +29,7 @@ from bridge.serve.metrics import Metrics
 from bridge.serve.ollama_answer import OllamaAnswer
 from bridge.serve.ollama_answer import problem as ollama_problem
 from bridge.serve.request_json import BadRequest, EmbeddingRequest, ReplyRequest
+from bridge.serve.rerank import ranked, rerank_jobs
 from bridge.serve.response_json import (
     Answer,
     ChatAnswer,
@@ -64,7 +65,7 @@ class Limits:
     body       bytes of a request
     key        that clients must send, or None
     local      whether only names of this machine are taken as its host: no page elsewhere can then ask it by another
-    pooling    of /v1/embeddings: "mean" or "last"
+    pooling    of /v1/embeddings; None: the file's own, or the mean
     sampling   defaults of requests
     draft      what guesses tokens: "ngram" or None
     """
@@ -74,7 +75,7 @@ class Limits:
     body: int = 4 << 20
     key: str | None = None
     local: bool = True
-    pooling: str = "mean"
+    pooling: str | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
     draft: str | None = None
 
@@ -109,6 +110,7 @@ def make_app(model: Model, limits: Limits, engine: Engine) -> Starlette:
             request_json.embeddings,
             lambda found, tokens, asked: vectors(found, server.name, tokens, asked.in_base64),
         ),
+        **dict.fromkeys(("/v1/rerank", "/v1/reranking", "/rerank", "/reranking"), server.reranking()),
         "/tokenize": server.converting(llama_server.tokenize),
         "/detokenize": server.converting(llama_server.detokenize),
         "/apply-template": server.converting(llama_server.apply_template),
@@ -259,24 +261,40 @@ class _Server:
         return _Json({"models": [self.card.running()]})
 
     def embedding(
-        self, read: Callable[[Any, Model, str], EmbeddingRequest],
+        self, read: Callable[[Any, Model, str | None], EmbeddingRequest],
         answer_of: Callable[[list[np.ndarray], int, EmbeddingRequest], Any],
     ) -> _Endpoint:  # fmt: skip
         """What answers with a vector for each text; `answer_of` gets them and the number of their tokens."""
 
+        def make(
+            body: Any, awaited: Callable[[], bool]
+        ) -> tuple[tuple[EmbeddingRequest, list[Pooler]], list[Job]]:  # fmt: skip
+            asked = read(body, self.model, self.limits.pooling)
+            jobs, poolers = embedding_jobs(asked, self.model, awaited)
+            return (asked, poolers), jobs
+
         async def answer(request: Request) -> Response:
-            return _Json(answer_of(*await self._embedded(request, read)))
+            (asked, poolers), tokens = await self._read_texts(request, make)
+            embedded = [pooler.vector(normalize=True, size=asked.size) for pooler in poolers]
+            return _Json(answer_of(embedded, tokens, asked))
 
         return answer
 
-    async def _embedded(
-        self, request: Request, read: Callable[[Any, Model, str], EmbeddingRequest]
-    ) -> tuple[list[np.ndarray], int, EmbeddingRequest]:
-        def make(body: Any, awaited: Callable[[], bool]) -> tuple[EmbeddingRequest, list[Job], list[Pooler]]:
-            asked = read(body, self.model, self.limits.pooling)
-            return asked, *embedding_jobs(asked, self.model, awaited)
+    def reranking(self) -> _Endpoint:
+        """What answers with scores of documents."""
 
-        asked, jobs, poolers = await self._prepared(request, make)
+        async def answer(request: Request) -> Response:
+            make = lambda body, awaited: rerank_jobs(body, self.model, awaited)  # noqa: E731
+            asked, tokens = await self._read_texts(request, make)
+            return _Json(ranked(asked, self.model, self.name, tokens))
+
+        return answer
+
+    async def _read_texts(
+        self, request: Request, make: Callable[[Any, Callable[[], bool]], tuple[T, list[Job]]]
+    ) -> tuple[T, int]:
+        """What `make` makes of a request, whose jobs have read their texts, and the number of their tokens."""
+        asked, jobs = await self._prepared(request, make)
         size = self.limits.sequences
         for first in range(0, len(jobs), size):
             streams = self.engine.submit(jobs[first : first + size])
@@ -284,8 +302,7 @@ class _Server:
                 await while_connected(request, gathered(map(reply_of, streams)))
             finally:
                 self.engine.release(streams)
-        embedded = [pooler.vector(normalize=True, size=asked.size) for pooler in poolers]
-        return embedded, sum(len(job.prompt) for job in jobs), asked
+        return asked, sum(len(job.prompt) for job in jobs)
 
     async def _prepared(self, request: Request, make: Callable[[Any, Callable[[], bool]], T]) -> T:
         """What `make` makes of a request's JSON while the client is there, see `Engine.aside`."""

@@ -8,7 +8,8 @@ from typing import Any
 from bridge.errors import BridgeError
 from bridge.runtime.chat.parser import PlainParser, ReplyParser
 from bridge.runtime.model import Model
-from bridge.runtime.replies.scoring import Pooler, TokenScorer
+from bridge.runtime.replies.pooling import Pooler
+from bridge.runtime.replies.scoring import TokenScorer
 from bridge.runtime.sampling import Sampler
 from bridge.serve.engine import Job
 from bridge.serve.request_json import MOST_TEXTS, BadRequest, EmbeddingRequest, ReplyRequest, naming
@@ -33,6 +34,7 @@ def reply_jobs(asked: ReplyRequest, model: Model, most: int, awaited: Callable[[
 
     Raises BadRequest where a prompt does not fit, and BridgeError where the sampler or the template refuses.
     """
+    model.check_continues()
     replies = max(1, len(asked.prompts)) * asked.n
     if replies > most:
         raise BadRequest(
@@ -118,6 +120,6 @@ def embedding_jobs(
         if not awaited():
             break
         ids = _ids_of(text, model, "input", asked.cut)
-        poolers.append(Pooler(asked.pooling))
+        poolers.append(model.pooler(asked.pooling))
         jobs.append(Job(Sampler.of(model.tokenizer), ids, 0, [], reader=poolers[-1]))
     return jobs, poolers

@@ -186,7 +186,7 @@ def _call(call: Any, where: str) -> dict[str, Any]:
     }
 
 
-def embed(body: Any, model: Model, pooling: str) -> EmbeddingRequest:
+def embed(body: Any, model: Model, pooling: str | None) -> EmbeddingRequest:
     """The body of /api/embed, or of the older /api/embeddings, which has one `prompt`."""
     fields = RequestFields(body)
     fields.take("keep_alive", anything)

@@ -15,7 +15,7 @@ from bridge.gguf_file.chat_template import check_template_options, thinking_swit
 from bridge.runtime.chat.reading import Functions
 from bridge.runtime.constraint import GrammarRefused
 from bridge.runtime.model import Model
-from bridge.runtime.replies.scoring import POOLINGS
+from bridge.runtime.replies.pooling import POOLINGS
 from bridge.runtime.sampling import NUMBERS, Sampling
 from bridge.system.fields import FieldError, Fields, Kind, anything, flag, object_, of_type
 
@@ -376,13 +376,13 @@ class EmbeddingRequest:
     """The checked fields of a request for vectors."""
 
     texts: list[Any]
-    pooling: str
+    pooling: str | None  # None: the file's own
     size: int | None  # numbers of a vector, where not all are wanted
     in_base64: bool
     cut: bool = False  # whether of a text that is too long the begin is enough
 
 
-def embeddings(body: Any, model: Model, pooling: str) -> EmbeddingRequest:
+def embeddings(body: Any, model: Model, pooling: str | None) -> EmbeddingRequest:
     """The body of /v1/embeddings."""
     fields = RequestFields(body)
     fields.take("model", _TEXT)
@@ -390,6 +390,6 @@ def embeddings(body: Any, model: Model, pooling: str) -> EmbeddingRequest:
     form = fields.take("encoding_format", _one_of("float", "base64"), "float")
     pooling = fields.take("pooling", _one_of(*POOLINGS), pooling)
     fields.take("user", _TEXT)
-    size = fields.take("dimensions", between(1, model.config.hidden))
+    size = fields.take("dimensions", between(1, model.embedding_size))
     fields.end()
     return EmbeddingRequest(texts, pooling, size, form == "base64")

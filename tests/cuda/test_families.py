@@ -148,7 +148,7 @@ def test_experts_with_factors_that_nothing_applies_are_refused_before_they_are_l
     down.factors = np.ones(2, np.float32) / 2
     file: Any = SimpleNamespace(values=lambda: [down], path="m.gguf")
     for before, hidden in ((True, 32), (False, 33)):
-        config: Any = SimpleNamespace(routing=Routing(before=before), hidden=hidden)
+        config: Any = SimpleNamespace(routing=Routing(before=before), hidden=hidden, causal=True)
         with pytest.raises(BridgeError, match="33 hidden" if hidden == 33 else "weight, Q4_0 with factors, cannot run"):
             check_supported(file, config, "f16", "int8")
 
@@ -156,5 +156,15 @@ def test_experts_with_factors_that_nothing_applies_are_refused_before_they_are_l
 def test_every_architecture_is_among_them() -> None:
     goldens = [GOLDENS / f"{name}.json" for name in {*MODELS} - LEFT_TO_LLAMA_CPP - UNKNOWN]
     made = {json.loads(golden.read_text())["arch"] for golden in goldens} | {"bitnet", "nemotron_h"}
-    # which have tests of their own, or the graph of another one
-    assert {*ARCHITECTURES} - made == {"llama", "qwen2", "qwen2moe", "qwen3", "qwen3moe"}
+    # which have tests of their own, or the graph of another one, or do not run on CUDA
+    others = {"llama", "qwen2", "qwen2moe", "qwen3", "qwen3moe"}
+    assert {*ARCHITECTURES} - made == others | {arch for arch, graph in ARCHITECTURES.items() if not graph.causal}
+
+
+def test_an_encoder_is_refused() -> None:
+    from bridge.cuda.supported import check_supported
+
+    config: Any = SimpleNamespace(causal=False)
+    file: Any = SimpleNamespace(path="m.gguf", values=list)
+    with pytest.raises(BridgeError, match="attention both ways cannot run on CUDA here; the CPU can"):
+        check_supported(file, config, "f16", "int8")

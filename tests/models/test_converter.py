@@ -56,7 +56,12 @@ def test_a_familys_gguf_is_what_llama_cpps_converter_makes_of_it(name: str, tmp_
     checkpoint = write_checkpoint(golden, tmp_path / name)
     types = [("_exps", "MXFP4")] if "quantization_config" in golden["config"] else []
     bridge.convert(checkpoint, tmp_path / "m.gguf", tensor_types=[(".*", "F32"), *types], mmproj_type="none")
-    reader = gguf.GGUFReader(tmp_path / "m.gguf")
+    assert_is_golden(tmp_path / "m.gguf", golden)
+
+
+def assert_is_golden(file: Path, golden: dict) -> None:
+    """A GGUF has the keys and tensors of a golden."""
+    reader = gguf.GGUFReader(file)
     arch = reader.fields["general.architecture"].contents()
     assert arch == golden["arch"]
     keys = {key: plain(field.contents()) for key, field in reader.fields.items()}

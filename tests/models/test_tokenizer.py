@@ -465,9 +465,9 @@ def test_a_folder_without_tokenizer_is_refused_with_the_way_out(tmp_path: Path) 
     refused(tmp_path, r"neither tokenizer.json nor tokenizer.model; .*save_pretrained")
 
 
-def test_a_unigram_tokenizer_is_refused(tmp_path: Path) -> None:
-    save(tmp_path, {"model": {"type": "Unigram", "vocab": []}})
-    refused(tmp_path, "the tokenizer is a Unigram")
+def test_a_tokenizer_of_another_kind_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, {"model": {"type": "WordLevel", "vocab": {}}})
+    refused(tmp_path, "the tokenizer is a WordLevel, only BPE, WordPiece and Unigram can be converted")
 
 
 def test_a_bpe_of_characters_is_refused(tmp_path: Path) -> None:

@@ -312,7 +312,7 @@ def test_a_texts_vector_is_the_mean_or_the_last_of_its_states(model: Model) -> N
     unit = model.embed(texts[0])
     np.testing.assert_allclose(unit[0], mean[0] / np.linalg.norm(mean[0]), rtol=1e-4, atol=1e-5)
     assert model.embed([]).shape == (0, model.config.hidden)
-    with pytest.raises(BridgeError, match="pooling='max': choose mean or last"):
+    with pytest.raises(BridgeError, match="pooling='max': choose mean, cls or last"):
         model.embed(texts, "max")
 
 

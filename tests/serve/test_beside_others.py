@@ -48,7 +48,7 @@ REQUESTS: dict[str, list[tuple[str, Any]]] = {
     "`/tokenize`": [("/tokenize", {"content": "a"}), ("/detokenize", {"tokens": [1]}),
                     ("/apply-template", {"messages": SAY})],
     "`/props`": [("/props", None), ("/slots", None)],
-    "`/completion`": [("/completion", {"prompt": "a"}), ("/infill", {}), ("/rerank", {})],
+    "`/completion`": [("/completion", {"prompt": "a"}), ("/infill", {})],
     "`tools`": [chat(tools=TOOLS)],
     "`tool_choice`: `required`": [chat(tools=TOOLS, tool_choice="required")],
     "`tool_choice`: one": [chat(tools=TOOLS, tool_choice={"type": "function", "function": {"name": "paint"}})],

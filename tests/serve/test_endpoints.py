@@ -406,8 +406,8 @@ COMPLETIONS, CHATS, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1
         (EMBEDDINGS, {"input": ["a"] * 257}, "input", "the most is 256"),
         (EMBEDDINGS, {"input": "a", "encoding_format": "int8"}, "encoding_format", "float or base64"),
         (EMBEDDINGS, {"input": "a", "dimensions": 3000}, "dimensions", "must be between 1 and"),
-        (EMBEDDINGS, {"input": "a", "pooling": "max"}, "pooling", "must be mean or last"),
-        (EMBEDDINGS, {"input": "a", "pooling": "\ud800"}, "pooling", "must be mean or last"),
+        (EMBEDDINGS, {"input": "a", "pooling": "max"}, "pooling", "must be mean or cls or last"),
+        (EMBEDDINGS, {"input": "a", "pooling": "\ud800"}, "pooling", "must be mean or cls or last"),
         (EMBEDDINGS, {"input": "word " * 800}, "input", "the context holds 500"),
     ],
 )

@@ -3,7 +3,8 @@
     python -m tests.support.make_families LLAMA_CPP [NAME ...]
 
 LLAMA_CPP is a checkout of llama.cpp with its conversion/ and gguf-py/. Weights are `values_of` each tensor's name, so
-that a golden needs their checksums alone. Of families that go by a template the whole F16 GGUF is kept, of weights
+that a golden needs their checksums alone. Those of encoders, which have tokenizers of their own, are in
+tests/data/encoders. Of families that go by a template the whole F16 GGUF is kept, of weights
 that compress (`coarse_values_of`).
 """
 
@@ -23,10 +24,12 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
+from tests.support.encoder_models import CONVERTED, new_encoder
 from tests.support.family_models import MODELS, PUBLISHED_AS, TEMPLATES, copy_tokenizer, new_model
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDENS = ROOT / "tests/data/converter"
+ENCODER_GOLDENS = ROOT / "tests/data/encoders"
 DEEPSEEK4S_EXPERT = re.compile(r"ffn\.experts\.\d+\.w[123]\.weight$")
 _LARGEST = 2.0**62  # a checksum of integers
 # under names of transformers that the converter does not know; with transformers 5 it takes each Nemotron-H for a MoE
@@ -213,6 +216,25 @@ def save_checkpoint(name: str, folder: Path) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def save_encoder(name: str, folder: Path) -> dict[str, tuple[int, ...]]:
+    """A checkpoint of an encoder with made-up values; returns the shapes, those of dense layers with their folder's
+    name before theirs."""
+    new_encoder(CONVERTED[name], folder)
+    return write_values(folder)
+
+
+def write_values(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Made-up values in place of those of a model and its dense layers; returns the shapes, by names as above."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in [folder / "model.safetensors", *sorted(folder.glob("*_Dense/model.safetensors"))]:
+        before = "" if file.parent == folder else f"{file.parent.name}."
+        with safe_open(file, "numpy") as tensors:
+            own = {key: tuple(tensors.get_slice(key).get_shape()) for key in tensors.keys()}  # noqa: SIM118
+        save_file({key: values_of(before + key, shape) for key, shape in own.items()}, file, {"format": "pt"})
+        shapes |= {before + key: shape for key, shape in own.items()}
+    return shapes
+
+
 def plain(value: Any) -> Any:
     """A key's value; of a long list its checksum."""
     if isinstance(value, list) and len(value) > 64:
@@ -227,20 +249,23 @@ def main(llama_cpp: Path, names: list[str]) -> None:
     from conversion import ModelBase, ModelType, TextModel, get_model_architecture, get_model_class
 
     TextModel.get_vocab_base_pre = lambda self, tokenizer: "llama-bpe"
-    GOLDENS.mkdir(exist_ok=True)
-    for name in names or [*((MODELS | TEMPLATES).keys() - UNKNOWN), *(f"{name}{MTP}" for name in PREDICTING)]:
+    for goldens in (GOLDENS, ENCODER_GOLDENS):
+        goldens.mkdir(exist_ok=True)
+    models = (MODELS | TEMPLATES | CONVERTED).keys() - UNKNOWN
+    for name in names or [*models, *(f"{name}{MTP}" for name in PREDICTING)]:
         with tempfile.TemporaryDirectory() as where, torch.inference_mode():
-            folder, out = Path(where) / "model", Path(where) / "out.gguf"
-            shapes = save_checkpoint(name, folder)
+            folder, out = Path(where) / (name if name in CONVERTED else "model"), Path(where) / "out.gguf"
+            shapes = save_encoder(name, folder) if name in CONVERTED else save_checkpoint(name, folder)
             if name in UNREADABLE:
                 config = json.loads((folder / "config.json").read_text())
                 config |= config.get("text_config", {})
                 ModelBase.load_hparams = staticmethod(lambda *_, config=config, **__: dict(config))
             kind = get_model_class(get_model_architecture(ModelBase.load_hparams(folder, False), ModelType.TEXT))
             kind.no_mtp = not name.endswith(MTP)  # layers that predict further tokens at once
-            kind.set_vocab = TextModel._set_vocab_gpt2  # what the tokenizer is, whatever the family usually has
+            if name not in CONVERTED:
+                kind.set_vocab = TextModel._set_vocab_gpt2  # what the tokenizer is, whatever the family usually has
             floats = gguf.LlamaFileType.MOSTLY_F16 if name in TEMPLATES else gguf.LlamaFileType.ALL_F32
-            kind(folder, floats, out).write()
+            kind(folder, floats, out, sentence_transformers_dense_modules=name in CONVERTED).write()
             if name in TEMPLATES:
                 (GOLDENS / f"{name}.gguf.xz").write_bytes(lzma.compress(out.read_bytes()))
                 continue
@@ -258,7 +283,8 @@ def main(llama_cpp: Path, names: list[str]) -> None:
             config = json.loads((folder / "config.json").read_text())
         golden = {"config": config, "checkpoint": shapes, "arch": arch, "keys": keys, "tensors": tensors}
         text = ",\n".join(f'"{part}": {_lines(value)}' for part, value in golden.items())
-        (GOLDENS / f"{name}.json").write_text("{\n" + text + "\n}\n")
+        goldens = ENCODER_GOLDENS if name in CONVERTED else GOLDENS
+        (goldens / f"{name}.json").write_text("{\n" + text + "\n}\n")
         print(name, arch, len(tensors))
 
 

@@ -73,6 +73,12 @@ class Store:
                 )
             self.tensors[name] = info
 
+    def add_below(self, file: Path) -> None:
+        """Add the tensors of a further file, with its folder's name before theirs."""
+        self.files.append(file)
+        before = file.parent.name
+        self._add({f"{before}.{name}": replace(i, name=f"{before}.{name}") for name, i in read_header(file).items()})
+
     def unwrap(self) -> None:
         """Give tensors the names of the model's own modules, with a note, where a training tool's wrappers are in them.
 

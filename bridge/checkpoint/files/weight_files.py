@@ -22,14 +22,18 @@ _OWN = re.compile(
     r"|(\w+_)?(pre)?processor_config\.json|chat_template\.(json|jinja)|additional_chat_templates/[\w.-]+\.jinja"
     r"|README\.md|LICENSE([.-]\w+)?|\.gitattributes"
 )
+# of sentence-transformers, in folders beside the model
+_DENSE = re.compile(r"\d+_Dense")
+_MODULE = re.compile(r"\d+_[A-Z]\w+/(config\.json|model\.safetensors)")
 
 
 def checkpoint_files(names: Iterable[str]) -> list[str]:
     """The files of a repository that form its checkpoint: weights of one kind, configs and the tokenizer."""
+    names = list(names)
     top = [name for name in names if "/" not in name or name.startswith("additional_chat_templates/")]
     weights = next((files for ending in WEIGHTS if (files := _weights(top, ending))), [])
     weights = weights or [name for name in top if name.endswith(WEIGHTS)]
-    return weights + [name for name in top if name.endswith(CONFIGS)]
+    return weights + [name for name in top if name.endswith(CONFIGS)] + list(filter(_MODULE.fullmatch, names))
 
 
 def belongs(name: str) -> bool:
@@ -52,11 +56,16 @@ def open_store(path: Path, stem: str | None = None) -> Store:
     """The weights of a checkpoint folder: safetensors before .bin before .pt, an index before single files.
 
     `path` may also be the one file that holds them all. `stem` is the file's name without its ending, if
-    the config gives one (AutoGPTQ's model_file_base_name). Names are those that `Store.unwrap` gives. Raises
+    the config gives one (AutoGPTQ's model_file_base_name). Names are those that `Store.unwrap` gives; dense layers
+    of sentence-transformers have their folder before them, "2_Dense.linear.weight". Raises
     BridgeError if files are missing, damaged or outside the folder, and as `Store.unwrap` does.
     """
     store = _opened(path, stem)
     store.unwrap()
+    if path.is_dir() and not isinstance(store, TorchStore):
+        for module in sorted(path.glob("*/model.safetensors")):
+            if _DENSE.fullmatch(module.parent.name):
+                store.add_below(module)
     return store
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from bridge.cli.options import Once, add_options, command, further, given
 from bridge.cli.use.run import add_loading, gguf_of, load, take_checkpoints
 from bridge.errors import BridgeError, BridgeWarning
-from bridge.runtime.replies.scoring import POOLINGS
+from bridge.runtime.replies.pooling import POOLINGS
 from bridge.runtime.sampling import NUMBERS, Sampling
 from bridge.system.devices import cpu_note
 from bridge.system.options import check_integer
@@ -47,8 +47,9 @@ def add_parser(commands: Any) -> None:
         help="time that replies may take to end after a signal to stop (default: 30)",
     )  # fmt: skip
     more.add_argument(
-        "--pooling", choices=POOLINGS, default="mean",
-        help="what the vectors of /v1/embeddings are made of: the mean of all tokens, or the last (default: mean)",
+        "--pooling", choices=POOLINGS,
+        help="what the vectors of /v1/embeddings are made of: the mean of all tokens, the first (cls) or the last "
+        "(default: as the file says, else the mean)",
     )  # fmt: skip
     more.add_argument(
         "--draft", choices=("ngram",),

@@ -2,8 +2,11 @@
 
 Gemma 2 caps attention scores and logits by tanh, Gemma 3 normalizes q and k instead. llama.cpp derives the scale of
 attention scores from the size of the model, and gives every second or every sixth layer full attention by default.
+
+EmbeddingGemma is Gemma 3 with attention both ways, in windows too, and two matrices after the pooled states.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from bridge.errors import BridgeError
@@ -12,7 +15,8 @@ from bridge.models.config.arguments import Arguments
 from bridge.models.config.gguf_keys import Computed, Key, StoredKeys
 from bridge.models.config.model_config import Config
 from bridge.models.families.windows import local_base, rules_of_both, window_config, window_keys
-from bridge.models.family import NO_BIASES, NORM, Expected, Family, Row, attention, decoder, gated_mlp
+from bridge.models.family import NO_BIASES, NORM, Expected, Family, Row, Rule, attention, decoder, gated_mlp
+from bridge.models.sentence_transformers import DENSE, dense_sizes
 
 GELU = Expected("hidden_act", ("gelu_pytorch_tanh", "gelu_new"), written=True)
 _TOKENS = 4096  # of the window, if a config does not say so
@@ -47,6 +51,16 @@ def _gemma3(config: Config, args: Arguments) -> dict[str, Any]:
     return {**window_keys(config, args, "gemma3", tokens=_TOKENS), "rope.freq_base_swa": local_base(config)}
 
 
+def _embedding(config: Config, args: Arguments) -> dict[str, Any]:
+    _checked(config, args, "gemma-embedding")
+    windows = window_keys(config, args, "gemma-embedding", tokens=_TOKENS)
+    return {**windows, "rope.freq_base_swa": local_base(config), **_dense(config, args)}
+
+
+def _dense(config: Config, args: Arguments) -> dict[str, int]:
+    return dense_sizes(config.path.parent, args.hidden)
+
+
 def _gemma3_config(stored: StoredKeys) -> dict[str, Any]:
     config = _config(stored)
     config["sliding_window"] = config["sliding_window"] or stored.values["max_position_embeddings"]  # must be a number
@@ -67,6 +81,10 @@ def _table(*norms: Row) -> tuple[Row, ...]:
         _norm("post_feedforward_layernorm"),
         norm=_norm(NORM.source),
     )
+
+
+def _has(size: str) -> Rule:
+    return lambda args: size in args.more
 
 
 _KEYS = {"tie_word_embeddings": True, "head_dim": 256, "max_position_embeddings": 8192}
@@ -99,4 +117,24 @@ GEMMA3 = Family(
     metadata=(Computed(_gemma3, _gemma3_config),),
     wrapped=True,
     table=_table(_norm("self_attn.q_norm", "head"), _norm("self_attn.k_norm", "head")),
+)  # fmt: skip
+
+GEMMA_EMBEDDING = replace(
+    GEMMA3,
+    titles=("EmbeddingGemma¹⁸",), arch="gemma-embedding", architectures=("Gemma3TextModel",),
+    chosen=lambda config: bool(config.get("use_bidirectional_attention")),
+    expects=(*GEMMA3.expects[:2], *GEMMA3.expects[3:], Expected("use_bidirectional_attention", (True,), written=True)),
+    sizes=_dense,
+    metadata=(Computed(_embedding, _gemma3_config),),
+    wrapped=False,
+    table=(
+        *GEMMA3.table,
+        *(
+            Row(
+                f"{folder}.linear", f"dense_{folder[0]}_feat_out dense_{folder[0]}_feat_in",
+                name=f"dense_{folder[0]}.weight", when=_has(f"dense_{folder[0]}_feat_in"),
+            )
+            for folder in DENSE
+        ),
+    ),
 )  # fmt: skip

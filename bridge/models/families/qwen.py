@@ -1,4 +1,5 @@
-"""Qwen2 and Qwen3, their mixtures of experts, and the language models of Qwen2-VL, Qwen2.5-VL and Qwen3-VL.
+"""Qwen2 and Qwen3, their mixtures of experts, embedding models and rerankers, and the language models of Qwen2-VL,
+Qwen2.5-VL and Qwen3-VL.
 
 Qwen2 is Llama's decoder with biases on q, k and v; heads are rotated by halves. Qwen3 has no biases, normalizes heads
 of q and k, and its head_dim is independent of the hidden size.
@@ -7,12 +8,20 @@ Qwen1.5-MoE and Qwen2-MoE have many small experts, and one shared by all tokens;
 not normalize the first ones' weights of a token's experts, norm_topk_prob must be false; it normalizes Qwen3's to a sum
 of one, and norm_topk_prob must be true, while transformers' default is false.
 
+A Qwen3 reranker is asked whether a document answers a query; its head are the rows of "yes" and "no" of the output
+matrix, and a GGUF has that question as a chat template, "rerank". config.json does not tell such a model: its card or
+its name does.
+
 The vision models' decoders are rotated by three positions, which are equal for text. The sections tell how many pairs
 of a head each position rotates.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
+
+import numpy as np
+from gguf import PoolingType
 
 from bridge.errors import BridgeError
 from bridge.models.config.arguments import Arguments
@@ -21,7 +30,9 @@ from bridge.models.config.model_config import Config
 from bridge.models.config.rope import rope_rules
 from bridge.models.family import (
     ALL_SPARSE,
+    EMBEDDINGS,
     EXPERTS,
+    HEAD,
     SILU,
     Expected,
     Family,
@@ -32,13 +43,15 @@ from bridge.models.family import (
     pre_norm_attention,
     required,
 )
+from bridge.models.outline import Part
+from bridge.system.storage.files import read_json, read_text
 
 _KEYS2 = {"max_position_embeddings": 32768, "use_sliding_window": False}
 _UNNORMALIZED = "llama.cpp does not normalize this architecture's expert weights"
 _ATTENTION2 = pre_norm_attention(bias=required)
 
 QWEN2 = Family(
-    titles=("Qwen2 and 2.5",), arch="qwen2", architectures=("Qwen2ForCausalLM",), model_type="qwen2",
+    titles=("Qwen2 and 2.5",), arch="qwen2", architectures=("Qwen2ForCausalLM", "Qwen2Model"), model_type="qwen2",
     keys=_KEYS2,
     table=decoder(*_ATTENTION2, *gated_mlp("mlp", "inner")),
 )  # fmt: skip
@@ -64,11 +77,62 @@ QWEN2_MOE = Family(
 _KEYS3 = {"max_position_embeddings": 32768, "head_dim": 128, "use_sliding_window": False, "attention_bias": False}
 _ATTENTION3 = pre_norm_attention(Row("self_attn.q_norm", "head"), Row("self_attn.k_norm", "head"), bias=configured)
 
+_RERANKER = "qwen3-reranker"
+_QUESTION = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
+    'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n<Instruct>: Given a web '
+    "search query, retrieve relevant passages that answer the query\n<Query>: {query}\n<Document>: {document}"
+    "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+)
+
+
+def _reranks(config: Config) -> bool:
+    """Whether a model is a Qwen3 reranker, by its folder's name, the name in config.json, or its card's heading."""
+    folder = config.path.parent
+    card = read_text(folder / "README.md") if (folder / "README.md").is_file() else ""
+    names = folder.resolve().name, str(config.get("_name_or_path", ""))
+    return any(_RERANKER in name.lower() for name in names) or f"# {_RERANKER}" in card.lower()
+
+
+def _answers(config: Config, _args: Arguments) -> dict[str, int]:
+    """The tokens of a reranker's two answers."""
+    if not _reranks(config):
+        return {}
+    data = read_json(config.path.parent / "tokenizer.json")
+    vocab = {**data["model"]["vocab"], **{token["content"]: token["id"] for token in data.get("added_tokens") or []}}
+    return {"answers": 2, "yes": vocab["yes"], "no": vocab["no"]}
+
+
+def _answer_rows(args: Arguments, source: str) -> tuple[Part, ...]:
+    source = f"{EMBEDDINGS.source}.weight" if args.tied else source
+    rows = np.array([args.more["yes"], args.more["no"]])
+    return (Part(source, (2, args.hidden), rows, stored=(args.vocab, args.hidden)),)
+
+
+def _reranker_keys(config: Config, args: Arguments) -> dict[str, Any]:
+    if "answers" not in args.more:
+        return {}
+    return {"pooling_type": int(PoolingType.RANK), "classifier.output_labels": ["yes", "no"]}
+
+
+def _question(config: Config) -> Mapping[str, str]:
+    return {"rerank": _QUESTION} if _reranks(config) else {}
+
+
 QWEN3 = Family(
-    titles=("Qwen3",), arch="qwen3", architectures=("Qwen3ForCausalLM",), model_type="qwen3",
+    titles=("Qwen3",), arch="qwen3", architectures=("Qwen3ForCausalLM", "Qwen3Model"), model_type="qwen3",
     keys=_KEYS3,
-    metadata=(ATTENTION_BIAS,),
-    table=decoder(*_ATTENTION3, *gated_mlp("mlp", "inner")),
+    sizes=_answers,
+    metadata=(Computed(_reranker_keys), ATTENTION_BIAS),
+    templates=_question,
+    table=(
+        *decoder(
+            *_ATTENTION3, *gated_mlp("mlp", "inner"),
+            head=replace(HEAD, when=lambda args: not args.tied and "answers" not in args.more),
+        ),
+        Row("lm_head", "answers hidden", name="cls.output.weight", floats="F32", parts=_answer_rows,
+            when=lambda args: "answers" in args.more),
+    ),
 )  # fmt: skip
 
 QWEN3_MOE = Family(
@@ -107,6 +171,7 @@ QWEN2_VL = replace(
 QWEN3_VL = replace(
     QWEN3,
     titles=("Qwen3-VL",), arch="qwen3vl", architectures=("Qwen3VLForConditionalGeneration",), model_type="qwen3_vl",
+    sizes=None, templates=lambda _config: {},
     metadata=(Computed(_deepstack), ATTENTION_BIAS),
     language_model=("qwen3", "Qwen3ForCausalLM"), wrapped=True,
 )  # fmt: skip

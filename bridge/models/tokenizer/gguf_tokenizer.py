@@ -1,15 +1,17 @@
 """A Hugging Face tokenizer as the tokenizer.* keys of a GGUF.
 
-Two kinds reach GGUF: byte-level BPE ("gpt2": tokens and merges, see `bpe_vocabulary` and `tiktoken`) and
-SentencePiece BPE ("llama": tokens and scores; "gemma4": merges, see `sentencepiece`). This module detects
-the kind and adds what both have: special tokens, added tokens, chat template.
+Four kinds reach GGUF: byte-level BPE ("gpt2": tokens and merges, see `bpe_vocabulary` and `tiktoken`),
+SentencePiece BPE ("llama": tokens and scores; "gemma4": merges, see `sentencepiece`), and those of encoders, WordPiece
+("bert", see `wordpiece`) and unigrams ("t5", see `unigram`). This module detects the kind and adds what all have:
+special tokens, added tokens, chat template.
 """
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gguf import TokenType
+from gguf import GGUFValueType, TokenType
+from gguf.gguf_writer import GGUFValue
 
 from bridge.errors import BridgeError, parameter
 from bridge.gguf_file.chat_template import TemplateFailed, render_chats
@@ -17,9 +19,11 @@ from bridge.gguf_file.pretokenizers import RULES
 from bridge.models.config.model_config import Config
 from bridge.models.tokenizer.bpe_vocabulary import byte_level_vocabulary, is_byte_level
 from bridge.models.tokenizer.sentencepiece import vocabulary_by_merges, vocabulary_of_json, vocabulary_of_model
-from bridge.models.tokenizer.special_tokens import add_bos_and_eos, add_special_tokens, text_of
+from bridge.models.tokenizer.special_tokens import add_bos_and_eos, add_special_tokens, last_of_template, text_of
 from bridge.models.tokenizer.tiktoken import vocabulary_of_tiktoken
+from bridge.models.tokenizer.unigram import unigram_vocabulary
 from bridge.models.tokenizer.vocabulary import Added, GGUFTokenizer, Vocabulary
+from bridge.models.tokenizer.wordpiece import tokenizer_of_vocab_txt, wordpiece_vocabulary
 from bridge.system.storage.files import read_json, read_text, refuse_pointer
 
 _LEAST_SHARE = 0.9  # of the embedding's rows have a token: padding is a few thousand in a hundred thousand
@@ -50,17 +54,25 @@ def _read(
 ) -> GGUFTokenizer:
     settings = read_json(folder / "tokenizer_config.json", optional=True)
     data = read_json(folder / "tokenizer.json", optional=True)
+    if not data and str(settings.get("tokenizer_class", "Bert")).startswith("Bert") and config.get("type_vocab_size"):
+        vocab_txt = folder / "vocab.txt"
+        data = tokenizer_of_vocab_txt(vocab_txt, settings) if vocab_txt.is_file() else data
     added = _added_tokens(folder, settings, data)
     if data:
         model = data.get("model") or {}
-        if model.get("type", "BPE" if "merges" in model else None) != "BPE":
+        kind = model.get("type", "BPE" if "merges" in model else None)
+        if kind not in ("BPE", "WordPiece", "Unigram"):
             raise BridgeError(
-                f"{folder / 'tokenizer.json'}: the tokenizer is a {model.get('type')}, only BPE can be converted; "
-                f"{parameter('template')} uses the tokenizer of a GGUF of this model"
+                f"{folder / 'tokenizer.json'}: the tokenizer is a {kind}, only BPE, WordPiece and Unigram can be "
+                f"converted; {parameter('template')} uses the tokenizer of a GGUF of this model"
             )
         if not model.get("vocab"):
             raise BridgeError(f"{folder / 'tokenizer.json'}: has no vocabulary; it is damaged, download it again")
-        if is_byte_level(data):
+        if kind == "WordPiece":
+            vocabulary = wordpiece_vocabulary(data, added)
+        elif kind == "Unigram":
+            vocabulary = unigram_vocabulary(data, added)
+        elif is_byte_level(data):
             vocabulary = byte_level_vocabulary(data, added, pre)
         elif by_fallback == "gemma4":
             vocabulary = vocabulary_by_merges(data, added)
@@ -87,11 +99,14 @@ def _read(
         add_space_prefix=vocabulary.add_space_prefix, chat_templates=read_chat_templates(folder, settings),
         lstrip=frozenset(token.id for token in added if token.lstrip and token.id < len(tokens)),
         rstrip=frozenset(token.id for token in added if token.rstrip and token.id < len(tokens)),
-        notes=vocabulary.notes + notes,
+        notes=vocabulary.notes + notes, keys=vocabulary.keys,
     )  # fmt: skip
     # texts in GGUF are UTF-8; JSON can escape half a character, which is not
     "".join([*tokens, *(vocabulary.merges or []), *tokenizer.chat_templates.values()]).encode("utf-8")
-    add_special_tokens(tokenizer, config, folder, settings, generation, vocabulary.unk)
+    types = config.get("type_vocab_size", 1 if vocabulary.model in ("bert", "t5") else None)
+    if types is not None:
+        tokenizer.keys["tokenizer.ggml.token_type_count"] = GGUFValue(int(types), GGUFValueType.UINT32)
+    add_special_tokens(tokenizer, config, folder, settings, generation, vocabulary.unk, last_of_template(data))
     add_bos_and_eos(tokenizer, data, settings)
     if vocabulary.model == "gemma4":
         tokenizer.add_bos = "bos" in tokenizer.ids  # llama.cpp has it always
@@ -124,7 +139,8 @@ def highest_token(folder: Path) -> int:
         settings = read_json(folder / "tokenizer_config.json", optional=True)
         data = read_json(folder / "tokenizer.json", optional=True)
         ids = [token.id for token in _added_tokens(folder, settings, data)]
-        return max([*ids, *(data.get("model") or {}).get("vocab", {}).values()], default=-1)
+        vocab = (data.get("model") or {}).get("vocab", {})
+        return max([*ids, *(vocab.values() if isinstance(vocab, dict) else range(len(vocab)))], default=-1)
     except (AttributeError, TypeError, ValueError):  # `read_tokenizer` reports what is wrong
         return -1
 
@@ -142,7 +158,7 @@ def _rows(vocabulary: Vocabulary, size: int) -> tuple[list[str], list[int], list
     tokens, types = [], []
     texts: set[str] = set()
     for token in range(size):
-        text, kind = entries.get(token, (f"[PAD{token}]", int(TokenType.UNUSED)))
+        text, kind = entries.get(token, (vocabulary.padding.format(token), int(TokenType.UNUSED)))
         while text in texts:  # llama.cpp refuses a vocabulary with duplicate texts
             text, kind = f"{text}[{token}]", int(TokenType.UNUSED)
         texts.add(text)

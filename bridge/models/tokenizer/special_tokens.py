@@ -17,7 +17,8 @@ from bridge.system.storage.files import read_json
 
 _PHI_3 = re.compile("(phi)-?3", re.IGNORECASE)
 _PHI_3_TOKENS = {"</s>", "<unk>", "<s>", "<|endoftext|>"}  # without which llama.cpp loads no vocabulary of that name
-_ROLES = ("bos", "eos", "unk", "pad", "sep", "mask")
+_ROLES = ("bos", "eos", "unk", "pad", "sep", "cls", "mask")
+_ALSO = {"bos": "cls", "eos": "sep"}  # roles that BERT's tokens of other names have
 
 
 def text_of(value: Any) -> str | None:
@@ -28,9 +29,12 @@ def text_of(value: Any) -> str | None:
 
 def add_special_tokens(
     tokenizer: GGUFTokenizer, config: Config, folder: Path, settings: Mapping[str, Any],
-    generation: Mapping[str, Any], unk: str | None,
+    generation: Mapping[str, Any], unk: str | None, last: str | None = None,
 ) -> None:  # fmt: skip
-    """Set ids by role, from the tokenizer's files or else config.json, and all tokens that end a reply."""
+    """Set ids by role, from the tokenizer's files or else config.json, and all tokens that end a reply.
+
+    last  the token that the tokenizer puts after a text, which is EOS then, and what was EOS is EOT
+    """
     index = {text: i for i, text in enumerate(tokenizer.tokens)}
     special_map = read_json(folder / "special_tokens_map.json", optional=True)
     for role in _ROLES:
@@ -50,7 +54,14 @@ def add_special_tokens(
             kinds = (TokenType.NORMAL, TokenType.USER_DEFINED) if role in ("bos", "eos") else (TokenType.USER_DEFINED,)
             if named and role != "unk" and tokenizer.types[token] in kinds:
                 tokenizer.types[token] = int(TokenType.CONTROL)
+    for role, other in _ALSO.items():
+        if role not in tokenizer.ids and other in tokenizer.ids:
+            tokenizer.ids[role] = tokenizer.ids[other]
+    tokenizer.ids.pop("cls", None)  # GGUF has no key for it
     stops = [tokenizer.ids["eos"]] if "eos" in tokenizer.ids else []
+    if last in index and stops and index[last] != stops[0]:
+        tokenizer.ids |= {"eos": index[last], "eot": stops[0]}
+        stops.insert(0, index[last])
     for token in _id_list(generation.get("eos_token_id")) + _id_list(config.get("eos_token_id")):
         if token < len(tokenizer.tokens) and token not in stops:
             stops.append(token)
@@ -113,7 +124,7 @@ def _id_list(value: Any) -> list[int]:
 
 def add_bos_and_eos(tokenizer: GGUFTokenizer, data: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     """Set whether a prompt gets BOS and EOS: by explicit settings, else by the post-processor's template."""
-    template = _template(data.get("post_processor"))
+    template = _template(data, "single")
     # transformers' Llama classes prepend BOS by default; they also read a tokenizer.model without tokenizer.json
     reader = str(settings.get("tokenizer_class") or ("" if data else "LlamaTokenizer")).lower()
     add_bos = template is None and reader.startswith(("llamatok", "codellamatok"))
@@ -127,6 +138,11 @@ def add_bos_and_eos(tokenizer: GGUFTokenizer, data: Mapping[str, Any], settings:
                 f"the tokenizer puts {' '.join(before)} before and {' '.join(after)} after a text; "
                 "llama.cpp only puts BOS and EOS there"
             )
+    if any(part.get("type") == "RobertaProcessing" for part in _processors(data)):
+        add_bos = add_eos = tokenizer.add_sep = True
+    pair = _template(data, "pair")
+    if pair is not None and add_eos:
+        tokenizer.add_sep = len(_names(pair)) == 3 + int(add_bos)  # A EOS SEP B EOS
     if isinstance(settings.get("add_bos_token"), bool):
         add_bos = settings["add_bos_token"]
     if isinstance(settings.get("add_eos_token"), bool):
@@ -135,11 +151,25 @@ def add_bos_and_eos(tokenizer: GGUFTokenizer, data: Mapping[str, Any], settings:
     tokenizer.add_eos = add_eos and "eos" in tokenizer.ids
 
 
-def _template(processor: Mapping[str, Any] | None) -> Sequence[Mapping[str, Any]] | None:
-    """The `single` template of a post-processor, or None."""
-    for part in (processor or {}).get("processors", [processor or {}]):
+def last_of_template(data: Mapping[str, Any]) -> str | None:
+    """The one token that a tokenizer.json puts after a text; None where there is none, or several."""
+    template = _template(data, "single") or []
+    sequence = next((i for i, part in enumerate(template) if "Sequence" in part), 0)
+    after = _names(template[sequence + 1 :])
+    return after[0] if len(after) == 1 else None
+
+
+def _processors(data: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    processor = data.get("post_processor") or {}
+    processors: list[Mapping[str, Any]] = processor.get("processors", [processor])
+    return processors
+
+
+def _template(data: Mapping[str, Any], kind: str) -> Sequence[Mapping[str, Any]] | None:
+    """The template of a tokenizer.json's post-processor for a "single" text, or a "pair" of them, or None."""
+    for part in _processors(data):
         if part.get("type") == "TemplateProcessing":
-            return part.get("single") or []
+            return part.get(kind) or []
     return None
 
 

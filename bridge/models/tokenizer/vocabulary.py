@@ -29,6 +29,8 @@ class Vocabulary:
 
     entries  id -> (text, type)
     scores   id -> score, or None
+    keys     further keys of the GGUF
+    padding  the text of a row that has no token, with {} for its number
     """
 
     model: str
@@ -39,6 +41,8 @@ class Vocabulary:
     unk: str | None = None
     add_space_prefix: bool | None = None
     notes: list[str] = field(default_factory=list)
+    keys: dict[str, GGUFValue] = field(default_factory=dict)
+    padding: str = "[PAD{}]"
 
 
 @dataclass
@@ -46,9 +50,10 @@ class GGUFTokenizer:
     """tokens, types, scores: one per row of the embedding; merges: "a b", by rank; ids: by role.
 
     lstrip, rstrip  ids of the added tokens that take the white space before or after them, which GGUF has no key for
+    keys            further keys
     """
 
-    model: str  # tokenizer.ggml.model: "gpt2" or "llama"
+    model: str  # tokenizer.ggml.model: "gpt2", "llama", "gemma4", "bert" or "t5"
     pre: str  # tokenizer.ggml.pre
     tokens: list[str]
     types: list[int]
@@ -58,11 +63,13 @@ class GGUFTokenizer:
     stop_ids: list[int] = field(default_factory=list)
     add_bos: bool = False
     add_eos: bool = False
+    add_sep: bool | None = None  # between two texts, after the first one's EOS
     add_space_prefix: bool | None = None
     chat_templates: dict[str, str] = field(default_factory=dict)
     lstrip: frozenset[int] = frozenset()
     rstrip: frozenset[int] = frozenset()
     notes: list[str] = field(default_factory=list)
+    keys: dict[str, GGUFValue] = field(default_factory=dict)
 
     def text(self, role: str) -> str:
         """The text of a special token, or ""."""
@@ -81,6 +88,9 @@ class GGUFTokenizer:
             writer.add_uint32(getattr(gguf.Keys.Tokenizer, f"{role.upper()}_ID"), token)
         writer.add_add_bos_token(self.add_bos)
         writer.add_add_eos_token(self.add_eos)
+        if self.add_sep is not None:
+            writer.add_add_sep_token(self.add_sep)
+        writer.kv_data[0].update(self.keys)
         if self.add_space_prefix is not None:
             writer.add_add_space_prefix(self.add_space_prefix)
         if set(self.chat_templates) == {"default"}:

@@ -16,6 +16,7 @@ from bridge.runtime.config.decoder_config import DecoderConfig, Heads, Latent, R
 from bridge.runtime.config.recurrent_config import read_recurrent
 from bridge.runtime.cpu.ops.stream_ops import STREAMS
 
+_POOLINGS = {0: "", 1: "mean", 2: "cls", 3: "last", 4: "rank"}  # pooling_type
 _GATINGS = {1: False, 2: True, 3: False}  # expert_gating_func -> whether it is a sigmoid
 
 
@@ -139,7 +140,10 @@ def _read(metadata: Mapping[str, Any], arch: str, path: Path) -> DecoderConfig:
         graph = replace(graph, unrotated_every=0)
     if graph.unit_norms and experts == graph.no_unit_norms:
         graph = replace(graph, unit_norms=False)
+    if metadata.get(f"{arch}.hidden_activation") == "silu":
+        graph = replace(graph, gelu=False)
     logit_scale = get("logit_scale", float, 1.0)
+    causal = bool(metadata.get(f"{arch}.attention.causal", graph.causal))
     rms = "" if f"{arch}.attention.layer_norm_epsilon" in metadata else "rms_"
     if graph.rms_by_key and f"{arch}.attention.layer_norm_rms_epsilon" in metadata:
         graph, rms = replace(graph, layer_norm=False), "rms_"
@@ -168,9 +172,19 @@ def _read(metadata: Mapping[str, Any], arch: str, path: Path) -> DecoderConfig:
         streams=_read_streams(metadata, arch, path) if graph.streams else 0,
         sparsity=tuple(metadata.get(f"{arch}.activation_sparsity_scale", ())),
         xielu=_read_xielu(metadata, layers, path) if graph.xielu else (),
-        rotated_layers=_read_rotated(metadata, arch, layers, path),
+        rotated_layers=_read_rotated(metadata, arch, layers, path), causal=causal,
+        pooling=_read_pooling(metadata, arch, "pooling_type", path),
+        head_pooling=_read_pooling(metadata, arch, "classifier.pooling_type", path)
+        or ("mean" if graph.head_mean else "last" if causal else "cls"),
         relu2=graph.relu2 or metadata.get(f"{arch}.hidden_activation") == "relu2", inners=inners, recurrent=recurrent,
     )  # fmt: skip
+
+
+def _read_pooling(metadata: Mapping[str, Any], arch: str, key: str, path: Path) -> str:
+    kind = metadata.get(f"{arch}.{key}", 0)
+    if not isinstance(kind, int) or kind not in _POOLINGS:
+        raise BridgeError(f"{path}: {arch}.{key} is {kind!r:.60}, which is unknown; known are 0 to {max(_POOLINGS)}")
+    return _POOLINGS[kind]
 
 
 def _read_latent(

@@ -9,6 +9,8 @@ from bridge.gguf_file.architectures import Graph
 from bridge.runtime.config.recurrent_config import RecurrentConfig
 from bridge.system.records import record
 
+ALL = 1 << 30  # tokens, more than any text has
+
 
 @record
 class Routing:
@@ -101,6 +103,9 @@ class DecoderConfig:
     inners: tuple[int, ...] = ()  # of each layer, if not all are alike; 0: it has no network
     chosen: int = 0  # tokens that an indexer chooses to attend to; up to so many all are attended to
     predicting: int = 0  # layers after the others, each of which predicts one token further: see prediction.py
+    causal: bool = True  # tokens attend to those before them alone, so that a text can be continued
+    head_pooling: str = ""  # what makes the vector that a reranker's head reads: "mean", "cls" or "last"
+    pooling: str = ""  # what makes a vector of a text: "mean", "cls", "last" or "rank"; "": the file does not say
 
     @property
     def attending(self) -> list[int]:
@@ -166,12 +171,20 @@ class DecoderConfig:
 
     @property
     def activation(self) -> str:
-        """What networks bend values by: silu, gelu, relu2 or clamped."""
-        return "clamped" if self.graph.clamped else "gelu" if self.graph.gelu else "relu2" if self.relu2 else "silu"
+        """What networks bend values by: silu, gelu, erf (gelu, not its tanh form), relu2 or clamped."""
+        if self.graph.gelu:
+            return "erf" if self.graph.erf else "gelu"
+        return "clamped" if self.graph.clamped else "relu2" if self.relu2 else "silu"
 
     def windowed(self, layer: int) -> bool:
         """Whether a layer attends to a window alone."""
         return layer < len(self.windows) and self.windows[layer]
+
+    def reach(self, layer: int) -> tuple[int, int]:
+        """How many tokens up to itself a token attends to (0: all), and how many after itself."""
+        if self.causal:
+            return self.window if self.windowed(layer) else 0, 0
+        return (self.window // 2 + 1, self.window // 2) if self.windowed(layer) else (0, ALL)
 
     def rotates(self, layer: int) -> bool:
         """Whether a layer's q and k are rotated."""

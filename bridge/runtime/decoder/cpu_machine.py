@@ -197,7 +197,7 @@ class CpuMachine:
     ) -> np.ndarray:
         out, eps = self._buffer("normed", x.shape[1]), bits(self.config.norm_eps)
         first = address(x), address(added), address(weight)
-        if self.config.graph.layer_norm:
+        if self.config.graph.layer_norm and weight is not None:
             self._for_each(ops.function("layer_norm"), *first, address(bias), address(out), x.shape[1], eps)
         else:
             share = bits(self.config.residual_scale)
@@ -215,7 +215,8 @@ class CpuMachine:
         return out
 
     def add(self, x: np.ndarray, y: np.ndarray) -> None:
-        self._for_each(ops.function("add"), address(x), address(y), x.shape[1], y.strides[0])
+        stride = y.strides[0] if y.ndim > 1 else 0
+        self._for_each(ops.function("add"), address(x), address(y), x.shape[1], stride)
 
     def scale(self, x: np.ndarray, factor: float) -> None:
         if factor != 1:
@@ -296,7 +297,7 @@ class CpuMachine:
         """attention.py's block of a layer, for every cache."""
         c, heads = self.config, self.config.heads_of(index)
         cos, sin = self._positions.local_angles if c.windowed(index) else self._positions.angles
-        by_head = not c.graph.normed_together
+        by_head, (window, ahead) = not c.graph.normed_together, c.reach(index)
         arrays = {
             attn.Q_BIAS: layer.q_bias, attn.K_BIAS: layer.k_bias, attn.V_BIAS: layer.v_bias,
             attn.Q_NORM: layer.q_norm if by_head else None, attn.K_NORM: layer.k_norm if by_head else None,
@@ -309,7 +310,7 @@ class CpuMachine:
             attn.NEIGHBOURS: int(c.graph.neighbours), attn.NORM_LAST: int(c.graph.norms_rotated),
             attn.TOKENS: 1 if self.one_token_each else self.count, attn.EPS: bits(c.norm_eps),
             attn.SCALE: bits(c.attention_scale), attn.CAP: bits(c.score_cap),
-            attn.CHUNK if c.graph.chunked else attn.WINDOW: c.window if c.windowed(index) else 0,
+            attn.CHUNK if c.graph.chunked else attn.WINDOW: window, attn.AHEAD: ahead,
         }  # fmt: skip
         for word, number in numbers.items():
             self._block[index, :, word] = number

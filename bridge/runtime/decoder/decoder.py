@@ -123,7 +123,12 @@ class Decoder:
         def batch(tokens: Sequence[int]) -> np.ndarray:
             return self._through(self._machine_for([cache or self.cache], len(tokens)), tokens)
 
-        return np.concatenate([hidden.copy() for hidden in last_states(batch, tokens, BATCH, keep)])
+        return np.concatenate([hidden.copy() for hidden in last_states(batch, tokens, self._together, keep)])
+
+    @property
+    def _together(self) -> int:
+        """Tokens that pass through the layers together: all of a text where they attend to those that follow."""
+        return BATCH if self.config.causal else self.cache.rows
 
     def logits(self, hidden: np.ndarray) -> np.ndarray:
         """float32 [n, vocab] of hidden states [n, hidden]."""
@@ -202,7 +207,7 @@ class Decoder:
         elif n == len(caches):
             machine = self._steps[n] = CpuMachine(self.config, self.weights, n, caches, self._positions)
         else:
-            most = min(BATCH, self.cache.rows)
+            most = min(self._together, self.cache.rows)
             machine = self._prompt = CpuMachine(self.config, self.weights, most, caches, self._positions)
         return machine
 

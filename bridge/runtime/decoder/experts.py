@@ -27,6 +27,7 @@ Each token's sum is in the order of its own experts, so that threads and other t
 token of Qwen3-30B-A3B would make 1,150 calls, one for each matrix of each expert used.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -164,9 +165,11 @@ def _sigmoid(x: np.ndarray) -> np.ndarray:
         return np.float32(1) / (np.float32(1) + np.exp(-x))
 
 
+_erf = np.vectorize(math.erf, [np.float32])
 ACTIVATIONS: dict[str, Callable[[np.ndarray, Any], np.ndarray]] = {
     "silu": lambda gate, up: gate * _sigmoid(gate) * up,
     "gelu": _gelu,
+    "erf": lambda gate, up: gate * (1 + _erf(gate * 0.5**0.5)) / 2 * up,
     "relu2": lambda gate, _: np.square(np.maximum(gate, 0)),
     "clamped": _clamped,
 }

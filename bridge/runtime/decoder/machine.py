@@ -49,7 +49,7 @@ class Machine(Protocol):
         """
 
     def add(self, x: Value, y: Value) -> None:
-        """x += y."""
+        """x += y, of each token, or [width] for all of them."""
 
     def scale(self, x: Value, factor: float) -> None:
         """x *= factor."""

@@ -188,11 +188,12 @@ class NumpyMachine:
             scores *= temperatures[positions][:, None, None]
         if c.score_cap:
             scores = c.score_cap * np.tanh(scores / c.score_cap)
-        first = np.zeros_like(positions)
-        if c.windowed(index):
-            first = positions // c.window * c.window if c.graph.chunked else positions + 1 - c.window
+        window, ahead = c.reach(index)
+        first = positions + 1 - window if window else np.zeros_like(positions)
+        if window and c.graph.chunked:
+            first = positions // window * window
         places = np.arange(len(keys))
-        seen = (places <= positions[:, None]) & (places >= first[:, None])
+        seen = (places <= positions[:, None] + ahead) & (places >= first[:, None])
         scores = np.where(seen[:, None], scores, -np.inf)
         sinks = np.full(c.heads, -np.inf) if layer.sinks is None else layer.sinks
         top = np.maximum(scores.max(2), sinks)

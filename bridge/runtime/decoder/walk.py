@@ -24,6 +24,10 @@ def embed(m: Machine, weights: Weights, c: DecoderConfig) -> Embedded:
     m.scale(x, c.embedding_scale)
     if weights.positions is not None:
         m.add_positions(x, weights.positions)
+    if weights.type is not None:
+        m.add(x, weights.type)
+    if weights.embedding_norm is not None:
+        x = m.copy(m.norm(x, weights.embedding_norm, weights.embedding_norm_bias), "x")
     return x, None if weights.inputs is None else m.look_up(weights.inputs.embedding, "inputs")
 
 
@@ -38,6 +42,8 @@ def walk(m: Machine, weights: Weights, c: DecoderConfig, embedded: Embedded) -> 
         if streams is not None and layer.streams is not None:
             m.predict(streams, x, layer.streams)
         read = m.norm(x, layer.attn_norm, layer.attn_norm_bias, added)
+        if c.graph.renormed:
+            x = m.copy(read, "x")
         if layer.mixes:
             added = _mix(m, read, layer, index, c)
         if layer.mixes and layer.down is not None:
@@ -48,6 +54,8 @@ def walk(m: Machine, weights: Weights, c: DecoderConfig, embedded: Embedded) -> 
                 read = m.norm(x, layer.ffn_norm)
             else:
                 read = m.norm(x, layer.ffn_norm, layer.ffn_norm_bias, added)
+                if c.graph.renormed:
+                    x = m.copy(read, "x")
         if layer.down is not None:
             added = _feed(m, x, read, layer, index)
         if layer.input is not None or layer.scale != 1:

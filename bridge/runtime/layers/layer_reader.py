@@ -39,10 +39,14 @@ class LayerReader:
         if self._has("layer_output_scale.weight"):
             network["scale"] = float(self._vector("layer_output_scale.weight", 1)[0])
         norm, bias = ("post_attention_norm" if graph.late_norm else "ffn_norm"), graph.layer_norm
+        first = self._name("attn_norm")
+        if graph.renormed:  # the norm after the layer before, and that after attention
+            first, norm = f"blk.{self.index - 1}.layer_output_norm", "attn_output_norm"
         norm_weight = norm if self._has(norm) else f"{norm}.weight"  # Falcon-H1's has no suffix
+        may_lack = graph.embedding_norm and self.index == 0  # what it reads is normalized
         return Layer(
-            attn_norm=self._norm("attn_norm.weight", graph.pre_norm),
-            attn_norm_bias=self._vector("attn_norm.bias", c.hidden) if bias else None,
+            attn_norm=vector(self.file, f"{first}.weight", c.hidden, not may_lack) if graph.pre_norm else None,
+            attn_norm_bias=vector(self.file, f"{first}.bias", c.hidden) if bias else None,
             o_bias=self._vector("attn_output.bias", c.hidden),
             ffn_norm=self._norm(norm_weight, graph.pre_norm and not graph.parallel and not graph.alone),
             ffn_norm_bias=self._vector(f"{norm}.bias", c.hidden) if bias else None,

@@ -212,6 +212,9 @@ class Weights:
     inputs: Inputs | None = None  # of the layers
     streams: Streams | None = None
     positions: np.ndarray | None = None  # float32 [context, hidden], added to the embeddings
+    type: np.ndarray | None = None  # float32 [hidden], added to all embeddings: that of a first text's tokens
+    embedding_norm: np.ndarray | None = None
+    embedding_norm_bias: np.ndarray | None = None
     pairs: Pairs | None = None  # where tokens come with states
 
     def factors(self, context: int, original: int) -> np.ndarray | None:

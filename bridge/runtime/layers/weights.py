@@ -41,18 +41,29 @@ def read_shared(file: GGUFFile, config: DecoderConfig) -> Weights:
         name: vector(file, f"rope_{name}.weight", config.rotated // 2)
         for name in ("freqs", "factors_short", "factors_long")
     }
-    output_norm = vector(file, f"{config.graph.output_norm}.weight", config.hidden, True)
-    positions = None
+    last = f"blk.{config.layers - 1}.layer_output_norm" if config.graph.renormed else config.graph.output_norm
+    output_norm = vector(file, f"{last}.weight", config.hidden, True)
+    embedding_norm = embedding_norm_bias = positions = None
+    if config.graph.embedding_norm:
+        embedding_norm = vector(file, "token_embd_norm.weight", config.hidden, True)
+        embedding_norm_bias = vector(file, "token_embd_norm.bias", config.hidden)
     if config.graph.positions:
         positions = expect(file["position_embd.weight"], config.context, config.hidden).dequantize()
     return Weights(
         embedding=embedding, layers=[], output_norm=output_norm / np.float32(config.logit_scale), output=output,
         rope_factors=factors["freqs"] if factors["factors_short"] is None else factors["factors_short"],
-        long_factors=factors["factors_long"], output_norm_bias=vector(file, "output_norm.bias", config.hidden),
-        output_bias=vector(file, "output.bias", vocab),
+        long_factors=factors["factors_long"], output_norm_bias=vector(file, f"{last}.bias", config.hidden),
+        output_bias=vector(file, "output.bias", vocab), type=_type(file, config),
+        embedding_norm=embedding_norm, embedding_norm_bias=embedding_norm_bias,
         inputs=_inputs(file, config, vocab) if config.each_input else None,
         streams=_streams(file, config) if config.streams else None, positions=positions,
     )  # fmt: skip
+
+
+def _type(file: GGUFFile, c: DecoderConfig) -> np.ndarray | None:
+    """The first row of the types of tokens, where a file has these."""
+    types = file.tensors.get("token_types.weight")
+    return None if types is None else expect(types, types.shape[0], c.hidden).rows([0])[0]
 
 
 def _inputs(file: GGUFFile, c: DecoderConfig, vocab: int) -> Inputs:

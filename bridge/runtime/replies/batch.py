@@ -266,6 +266,8 @@ class Batch:
         assert generation is not None
         self._take_over(slot, generation)
         size = min(len(generation.prompt) - generation.read, self._budget if self._running else BATCH)
+        if not decoder.config.causal:  # its tokens attend to those that follow
+            size = len(generation.prompt)
         part = generation.prompt[generation.read : generation.read + size]
         cache.length = generation.read
         states = decoder.run(part, size if generation.reader else 1, cache)

@@ -56,6 +56,7 @@ def perplexity(
     Raises BridgeError where the text is too short, the window beyond the context, or the reference cuts text
     into other tokens.
     """
+    model.check_continues()
     windows = cut_windows(model, text, window, n_windows)
     if reference is not None and cut_windows(reference, text, window, n_windows) != windows:
         raise BridgeError(f"{reference.path}: its tokens differ from those of {model.path}; use another reference")

@@ -2,10 +2,11 @@
 
     tokenizer.ggml.model  "gpt2": BPE by merges; "gemma4": the same, cut as tokenizer.ggml.pre gemma4 (both `bpe.py`)
                           "llama": SentencePiece's joining by score (`spm.py`)
+                          "bert": WordPiece, "t5": unigrams (`by_library.py`)
 
 All are wrapped in the same way: control and user-defined tokens are matched in the raw text first, the
 longest before all others, and only what lies between them is cut and merged; BOS and EOS go around a text where
-the file asks for them.
+the file asks for them, BERT's own two always.
 """
 
 import codecs
@@ -28,8 +29,12 @@ from bridge.gguf_file.special_tokens import (
 )
 from bridge.runtime.tokenizer.spm import SentencePiece, byte_of_token
 
-_DEFAULT_IDS = {"llama": {"bos": 1, "eos": 2, "unknown": 0}}  # by tokenizer.ggml.model, where no key names a token
-_OLDER_ROLES = {"fim_pre": "prefix", "fim_suf": "suffix", "fim_mid": "middle"}
+# by tokenizer.ggml.model, where no key names a token
+_DEFAULT_IDS = {
+    "llama": {"bos": 1, "eos": 2, "unknown": 0}, "bert": {"bos": 101, "sep": 102, "unknown": 100},
+    "t5": {"eos": 1, "unknown": 2},
+}  # fmt: skip
+_OTHER_NAMES = {"fim_pre": "prefix", "fim_suf": "suffix", "fim_mid": "middle", "sep": "seperator"}  # of roles, in keys
 _WHITE_SPACE = " \t\n\v\f\r"
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -40,6 +45,7 @@ class Cutter(Protocol):
     add_bos: bool  # the default, for a file that does not say
     add_eos: bool
     force_bos: bool  # BOS whatever the file says
+    force_sep: bool  # SEP after a text, whatever the file says
 
     def encode(self, text: str, after_special: bool) -> list[int]:
         """ids of text without special tokens; `after_special`: it stands first, or after one."""
@@ -51,7 +57,8 @@ class Cutter(Protocol):
 class Tokenizer:
     """
     tokens, types   by id; the types are those that llama.cpp takes them for, see `special_tokens`
-    bos, eos        ids, None where there is none
+    bos, eos, sep   ids, None where there is none
+    add_sep         whether SEP is between two texts, see `encode_pair`
     stops           the ids that end a reply
     lstrip, rstrip  the ids that take the white space before or after them in a text
     cutter          what cuts ordinary text
@@ -67,7 +74,12 @@ class Tokenizer:
         add_bos = metadata.get("tokenizer.ggml.add_bos_token", self.cutter.add_bos)
         add_bos = add_bos or self.cutter.force_bos
         self.add_bos = bool(add_bos) and self.bos is not None
-        self.add_eos = bool(metadata.get("tokenizer.ggml.add_eos_token", False)) and self.eos is not None
+        add_eos = metadata.get("tokenizer.ggml.add_eos_token", self.cutter.add_eos)
+        self.add_eos = bool(add_eos) and self.eos is not None
+        self.sep = role_token(metadata, "sep", count)
+        add_sep = metadata.get("tokenizer.ggml.add_sep_token", self.cutter.force_sep)
+        self.add_sep = bool(add_sep) and self.sep is not None
+        self._last = self.sep if self.cutter.force_sep else self.eos if self.add_eos else None
         special = [
             token for token in compress(range(count), map(SPECIAL.__contains__, self.types)) if self.tokens[token]
         ]
@@ -107,9 +119,18 @@ class Tokenizer:
             else:
                 ids += self.cutter.encode(part, after_special)
             after_special = isinstance(part, int)
-        if add_special and self.add_eos and self.eos is not None:
-            ids.append(self.eos)
+        if add_special and self._last is not None:
+            ids.append(self._last)
         return ids
+
+    def encode_pair(self, first: str, second: str) -> list[int]:
+        """Token ids of two texts for a model that compares them, as llama-server makes them: BOS first EOS SEP second
+        EOS, as far as the file asks for them, with SEP where there is no EOS."""
+        end = [self.sep if self.eos is None else self.eos] if self.add_eos else []
+        between = [*end, self.sep] if self.add_sep else end
+        begin = [self.bos] if self.add_bos else []
+        texts = [self.encode(text, add_special=False, parse_special=False) for text in (first, second)]
+        return [token for part in (begin, texts[0], between, texts[1], end) for token in part if token is not None]
 
     def piece(self, token: int, special: bool = False) -> bytes:
         """The bytes that a token adds to a text; those of control tokens only with `special`."""
@@ -185,7 +206,24 @@ class Tokenizer:
             prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
             unknown = role_token(metadata, "unknown", len(self.tokens)) or 0
             return SentencePiece(self.tokens, self.types, scores, unknown, prefix)
-        raise BridgeError(f"tokenizer.ggml.model is {model!r}; must be gpt2 (BPE by merges), llama or gemma4")
+        if model in ("bert", "t5"):
+            return self._cutter_of_encoder(metadata, model)
+        raise BridgeError(f"tokenizer.ggml.model is {model!r}; must be gpt2 (BPE by merges), llama, gemma4, bert or t5")
+
+    def _cutter_of_encoder(self, metadata: Mapping[str, Any], model: str) -> Cutter:
+        from bridge.runtime.tokenizer.by_library import Unigram, WordPiece
+
+        unknown = role_token(metadata, "unknown", len(self.tokens)) or 0
+        if model == "bert":
+            lowercase = bool(metadata.get("tokenizer.ggml.normalizer.lowercase", True))
+            strips = bool(metadata.get("tokenizer.ggml.normalizer.strip_accents", lowercase))
+            return WordPiece(self.tokens, self.types, unknown, lowercase, strips)
+        scores = _items(metadata, "scores", float, len(self.tokens)) or [0.0] * len(self.tokens)
+        charsmap = bytes(byte & 255 for byte in _items(metadata, "precompiled_charsmap", int))
+        flags = (
+            bool(metadata.get(f"tokenizer.ggml.{key}")) for key in ("add_space_prefix", "remove_extra_whitespaces")
+        )
+        return Unigram(self.tokens, self.types, scores, unknown, charsmap, *flags)
 
     def _parts(self, text: str, parse_special: bool) -> list[str | int]:
         """Ordinary texts and special tokens in turn: the longest token is searched in all of the text first."""
@@ -230,7 +268,7 @@ def _tokens(metadata: Mapping[str, Any]) -> list[str]:
 def role_token(metadata: Mapping[str, Any], role: str, tokens: int) -> int | None:
     """The id of a role, where it is one of so many tokens."""
     default = _DEFAULT_IDS.get(str(metadata.get("tokenizer.ggml.model")), {}).get(role)
-    for name in (_OLDER_ROLES.get(role, role), role):
+    for name in (_OTHER_NAMES.get(role, role), role):
         token = metadata.get(f"tokenizer.ggml.{name}_token_id")
         if isinstance(token, int) and 0 <= token < tokens:
             return token

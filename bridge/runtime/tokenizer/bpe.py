@@ -31,7 +31,7 @@ class _ByMerges:
     tokenizer  of the `tokenizers` library, which does it; but the first short texts do without, see `vocabulary.py`
     """
 
-    add_eos = False
+    add_eos = force_sep = False
     _unmerged: str  # words that start with it, and are tokens, are not merged where the rules say so
 
     def __init__(self, tokens: Sequence[str], merges: Sequence[str], rules: Rules):

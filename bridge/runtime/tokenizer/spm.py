@@ -22,7 +22,7 @@ _REMEMBERED = 1 << 16  # words
 class SentencePiece:
     """A Cutter (see `__init__.py`) for tokenizer.ggml.model llama."""
 
-    add_bos, add_eos, force_bos = True, False, False
+    add_bos, add_eos, force_bos, force_sep = True, False, False, False
 
     def __init__(
         self, tokens: Sequence[str], types: Sequence[int], scores: Sequence[float], unknown: int, prefix: bool

@@ -173,16 +173,32 @@ def read_json(file: Path, optional: bool = False) -> dict[str, Any]:
     Raises BridgeError if the file is missing, cannot be read or is something else.
     """
     try:
-        content = json.loads(read_small(file).decode("utf-8-sig"))
+        content = _json_of(file)
     except FileNotFoundError:
         if optional:
             return {}
         raise BridgeError(f"{file}: not found; is this the folder of a whole checkpoint?") from None
-    except (ValueError, RecursionError) as problem:
-        raise BridgeError(f"{file}: not JSON ({problem}); download it again") from None
     if not isinstance(content, dict):
         raise BridgeError(f"{file}: not a JSON object but a {type(content).__name__}; download it again")
     return content
+
+
+def read_json_objects(file: Path) -> list[dict[str, Any]]:
+    """A JSON list of objects, [] where there is no such file; raises BridgeError if it is something else."""
+    try:
+        content = _json_of(file)
+    except FileNotFoundError:
+        return []
+    if not isinstance(content, list) or not all(isinstance(item, dict) for item in content):
+        raise BridgeError(f"{file}: not a JSON list of objects; download it again")
+    return content
+
+
+def _json_of(file: Path) -> Any:
+    try:
+        return json.loads(read_small(file).decode("utf-8-sig"))
+    except (ValueError, RecursionError) as problem:
+        raise BridgeError(f"{file}: not JSON ({problem}); download it again") from None
 
 
 @contextmanager

@@ -30,7 +30,7 @@ class _Params(ctypes.Structure):
 # word offset in llama_context_params -> (field, default value that must be found there)
 _CONTEXT_WORDS = {
     0: ("n_ctx", 512), 1: ("n_batch", 2048), 2: ("n_ubatch", 512), 3: ("n_seq_max", 1),
-    13: ("flash_attn_type", -1), 26: ("type_k", 1), 27: ("type_v", 1),
+    11: ("pooling_type", -1), 13: ("flash_attn_type", -1), 26: ("type_k", 1), 27: ("type_v", 1),
 }  # fmt: skip
 
 
@@ -65,6 +65,9 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "llama_memory_clear": (None, [c_void_p, c_bool]),
     "llama_batch_init": (_Batch, [c_int32, c_int32, c_int32]), "llama_batch_free": (None, [_Batch]),
     "llama_decode": (c_int32, [c_void_p, _Batch]), "llama_get_logits": (POINTER(c_float), [c_void_p]),
+    "llama_set_embeddings": (None, [c_void_p, c_bool]),
+    "llama_get_embeddings_seq": (POINTER(c_float), [c_void_p, c_int32]),
+    "llama_model_n_embd": (c_int32, [c_void_p]),
     "llama_vocab_is_eog": (c_bool, [c_void_p, c_int32]),
     "llama_tokenize": (c_int32, [c_void_p, c_char_p, c_int32, POINTER(c_int32), c_int32, c_bool, c_bool]),
     "llama_token_to_piece": (c_int32, [c_void_p, c_int32, c_char_p, c_int32, c_int32, c_bool]),
@@ -94,13 +97,14 @@ class LlamaCpp:
     n_seq_max   sequences that share the context
     lora        an adapter's GGUF
     flash       flash attention with float_kv too: where it is sparse, llama.cpp computes it so alone
+    pooling     number of pooling_type; None: the file's own
     libraries   the folder of `tuned.download`; None: the xllamacpp wheel
     """
 
     def __init__(
         self, path: str | Path, n_ctx: int = 512, n_threads: int = 1, float_kv: bool = True, n_batch: int | None = None,
         lora: str | Path | None = None, flash: bool = False, libraries: Path | None = None, n_ubatch: int | None = None,
-        n_seq_max: int = 1,
+        n_seq_max: int = 1, pooling: int | None = None,
     ) -> None:  # fmt: skip
         self._lib = lib = _library(libraries)
         self._model = self._context = None
@@ -111,6 +115,8 @@ class LlamaCpp:
         self._vocab = lib.llama_model_get_vocab(self._model)
         n_batch = n_batch or n_ctx
         params = _context_params(lib, n_ctx, float_kv, n_batch, n_ubatch or n_batch, n_seq_max, flash)
+        if pooling is not None:
+            params.words[11] = pooling
         self._context = lib.llama_init_from_model(self._model, params)
         if not self._context:
             self.close()
@@ -185,6 +191,16 @@ class LlamaCpp:
         self._lib.llama_memory_clear(self._lib.llama_get_memory(self._context), True)
         return self._decode(tokens, 0)
 
+    def embedding(self, tokens: list[int], size: int | None = None) -> np.ndarray:
+        """float32 [size]: the pooled vector of a text, or its scores; by default as wide as the hidden states."""
+        if memory := self._lib.llama_get_memory(self._context):  # encoders have none
+            self._lib.llama_memory_clear(memory, True)
+        self._lib.llama_set_embeddings(self._context, True)
+        self._compute([(int(token), i, 0, True) for i, token in enumerate(tokens)])
+        row = self._lib.llama_get_embeddings_seq(self._context, 0)
+        size = size or self._lib.llama_model_n_embd(self._model)
+        return np.ctypeslib.as_array(row, (size,)).copy()
+
     def next_logits(self, tokens: list[int], start: int = 0) -> np.ndarray:
         """float32 [vocab] of what follows the last of the tokens; the context holds `start` others before them."""
         if not start:
@@ -217,6 +233,11 @@ class LlamaCpp:
 
     def _run(self, entries: list[tuple[int, int, int, bool]]) -> np.ndarray:
         """float32 [n, vocab] after those of the (token, position, sequence, wanted) that are wanted."""
+        self._compute(entries)
+        rows = self._lib.llama_get_logits(self._context)
+        return np.ctypeslib.as_array(rows, (sum(entry[3] for entry in entries), self.vocab_size)).copy()
+
+    def _compute(self, entries: list[tuple[int, int, int, bool]]) -> None:
         batch = self._lib.llama_batch_init(len(entries), 0, 1)
         try:
             batch.n_tokens = len(entries)
@@ -228,8 +249,6 @@ class LlamaCpp:
             self._lib.llama_batch_free(batch)
         if status:
             raise RuntimeError(f"llama_decode returned {status}: {_complaint()}")
-        rows = self._lib.llama_get_logits(self._context)
-        return np.ctypeslib.as_array(rows, (sum(entry[3] for entry in entries), self.vocab_size)).copy()
 
 
 def window_logits(path: Path, windows: np.ndarray, n_threads: int = 1, lora: Path | None = None) -> np.ndarray:

