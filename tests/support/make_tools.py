@@ -3,8 +3,8 @@
     python -m tests.support.make_tools TOOL...      (a function of this module)
 
 Written with bitsandbytes 0.50.2, torchao 0.18, aqlm 1.1.7, hqq 0.2.8.post1, optimum-quanto 0.2.7, vptq 0.0.5,
-sinq 0.2.0, fouroversix 1.0.5, auto-round 0.16.1, gptqmodel 7.7.0, nvidia-modelopt 0.47, transformers 5.23 and 5.24
-and torch 2.13.
+sinq 0.2.0, fouroversix 1.0.5, auto-round 0.16.1, gptqmodel 7.7.0, nvidia-modelopt 0.47, amd-quark 0.13,
+transformers 5.23 and 5.24, and torch 2.13.
 Each folder has model.safetensors, config.json with the label that transformers writes, and expected.npz.
 """
 
@@ -409,6 +409,27 @@ def gptqmodel() -> None:
     save(
         "gptqmodel-fp8", tensors, expected, label | {"weight_block_size": [16, 64], "weight_scale_semantics": "inverse"}
     )
+
+
+def quark() -> None:
+    """6-bit floats, whose packing is the tool's."""
+    from quark.torch.utils.pack import Pack_fp6
+
+    for dtype in ("fp6_e2m3", "fp6_e3m2"):
+        weight = linear().weight.data.reshape(OUT, -1, 32)
+        exponents = weight.abs().amax(2).log2().floor() - (2 if dtype == "fp6_e2m3" else 4)
+        mantissa, low = (3, 0) if dtype == "fp6_e2m3" else (2, -2)
+        scaled = weight / exponents.exp2()[..., None]
+        step = (scaled.abs().log2().floor().clamp(min=low) - mantissa).exp2()
+        rounded = (scaled / step).round() * step
+        largest = 7.5 if dtype == "fp6_e2m3" else 28
+        packer = Pack_fp6("per_group", dtype, 5 - mantissa, mantissa)
+        packed = packer.pack(rounded.clamp(-largest, largest).reshape(OUT, IN), reorder=True)
+        tensors = {"layer.weight": packed, "layer.weight_scale": (exponents + 127).to(torch.uint8)}
+        values = packer.unpack(packed, reorder=True).reshape(OUT, -1, 32) * exponents.exp2()[..., None]
+        entry = {"weight": {"dtype": dtype, "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"}}
+        label = {"quant_method": "quark", "global_quant_config": entry, "export": {"pack_method": "reorder"}}
+        save(f"quark-{dtype}", tensors, {"layer": values.reshape(OUT, IN)}, label)
 
 
 def modelopt() -> None:
