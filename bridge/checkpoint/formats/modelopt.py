@@ -111,7 +111,8 @@ class ModelOptReader(Fp8Reader):
             self._multiplied |= {t.name for part, t in info.tensors.items() if part != "bias"}
             codes = next(iter(info.tensors[part] for part in ("weight_packed", "weight") if part in info.tensors))
             weight = replace(codes, name=f"{name}.weight", shape=info.shape, nbytes=info.nbytes)
-            product = tuple(info.tensors[part].name for part in _PRODUCT) if _PRODUCT[0] in info.tensors else None
+            left, right = (info.tensors.get(part) for part in _PRODUCT)
+            product = (left.name, right.name) if left and right else None
             scale = info.tensors["pre_quant_scale"]
             self.floats[weight.name] = MultipliedFloats(weight, scale, partial(self._read, info), product)
         if names:
