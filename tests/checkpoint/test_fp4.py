@@ -210,7 +210,7 @@ def test_damaged_stacks_of_experts_are_named_in_one_line(tmp_path, change, said)
 @pytest.mark.parametrize(
     ("quantization", "said"),
     [
-        (MODELOPT | {"quant_algo": "NVFP4_SVD"}, "quant_algo NVFP4_SVD is not supported (FP8, NVFP4"),
+        (MODELOPT | {"quant_algo": "NVFP5"}, "quant_algo NVFP5 is not supported (FP8, NVFP4"),
         (config(fp4.fp4_scheme("nvfp4"), form="nvfp5-pack-quantized"), "format 'nvfp5-pack-quantized' is not"),
         (config(scheme(4, "tensor_group", None, type="float")), "strategy 'tensor_group' has group_size None"),
         (ROUND | {"data_type": "nv_fp", "bits": 8}, "data_type 'nv_fp' is not supported"),

@@ -85,6 +85,19 @@ def test_one_scale_a_tensor_or_a_row_in_every_shape_it_has_had(tmp_path, shape, 
         assert np.array_equal(checkpoint.read_float(WEIGHT), meant)
 
 
+@pytest.mark.parametrize("block", BLOCKS)
+def test_scales_divide_where_the_label_calls_them_inverse(tmp_path, block):
+    """GPTQModel's. Elsewhere weight_scale_inv multiplies."""
+    tensors, meant = float8_tensors(NAME, weights(), block, "weight_scale_inv")
+    tensors[f"{NAME}.weight_scale_inv"] = 1 / tensors[f"{NAME}.weight_scale_inv"]
+    label = {"quant_method": "fp8", "weight_block_size": [*block], "weight_scale_semantics": "inverse"}
+    with open_checkpoint(write(tmp_path / "good", tensors, label)) as checkpoint:
+        assert np.allclose(checkpoint.read_float(WEIGHT), meant, rtol=1e-6, atol=0)
+        assert np.allclose(checkpoint.read_float(WEIGHT, (70, 90)), meant[70:90], rtol=1e-6, atol=0)
+    tensors[f"{NAME}.weight_scale_inv"].flat[0] = 0
+    assert "which divides, contains zeros" in refusal(write(tmp_path / "zero", tensors, label))
+
+
 def test_scales_may_be_powers_of_two_in_a_byte(tmp_path):
     tensors, _ = float8_tensors(NAME, weights(), (128, 128), "weight_scale_inv")
     exponents = np.array([[120, 121], [119, 127]], np.uint8)

@@ -145,6 +145,22 @@ def test_damage_is_named_in_one_line(tmp_path, change, said):
     assert NAME in message
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"a": None}, "but no _svdquant_lora_a"),
+        ({"a": np.ones((3, 256), np.float32)}, "the shapes contradict each other"),
+        ({"b": np.ones((15, 4), np.float32)}, "the shapes contradict each other"),
+        ({"b": np.full((16, 4), np.nan, np.float32)}, "64 of 64 values"),
+    ],
+)
+def test_damage_of_the_product_that_svdquant_adds_is_named(tmp_path, change, said):
+    factors: dict[str, Any] = {"a": np.ones((4, 256), np.float32), "b": np.ones((16, 4), np.float32)} | change
+    tensors = int4_tensors(NAME, weights(), 128, np.ones(256))[0]
+    tensors |= {f"{NAME}.weight_quantizer._svdquant_lora_{x}": f for x, f in factors.items() if f is not None}
+    assert said in refusal(write(tmp_path, tensors, "MIXED_PRECISION", group_size=128))
+
+
 def test_exponents_of_no_number_and_bytes_for_other_groups_are_refused(tmp_path):
     tensors, _ = mxfp8_tensors(NAME, weights())
     tensors[f"{NAME}.weight_scale"][3, 1] = 255

@@ -107,6 +107,27 @@ def test_codes_of_a_model_are_carried(tmp_path, small_model):
     assert {(t.type, t.outcome) for t in report.tensors if t.has_codes} == {("Q4_K", "codes carried")}
 
 
+@pytest.mark.parametrize(("dtype", "mantissa", "bias"), [("fp6_e2m3", 3, 1), ("fp6_e3m2", 2, 3)])
+def test_floats_of_6_bits_are_a_stream_with_a_power_of_two_for_32(tmp_path, dtype, mantissa, bias):
+    random = np.random.default_rng(0)
+    codes, exponents = random.integers(0, 64, (16, 256)), random.integers(110, 130, (16, 8)).astype(np.uint8)
+    meant = np.zeros(codes.shape, np.float32)
+    for place, code in np.ndenumerate(codes):
+        power, rest = code % 32 >> mantissa, code % 2**mantissa
+        value = (rest + (2**mantissa if power else 0)) * 2.0 ** (max(power, 1) - bias - mantissa)
+        meant[place] = value * (-1 if code >= 32 else 1) * 2.0 ** (int(exponents[place[0], place[1] // 32]) - 127)
+    tensors = {"weight": pack_stream(codes.astype(np.uint8), 6, "uint8"), "weight_scale": exponents}
+    named = {f"{NAME}.{part}": value for part, value in tensors.items()}
+    with open_checkpoint(write_folder(tmp_path / "good", named, label(dtype))) as checkpoint:
+        tensor, rows = checkpoint.read_module(NAME), np.array([3, 1])
+        assert np.array_equal(tensor.dequantize(), meant)
+        assert np.array_equal(checkpoint.read_module(NAME, rows).dequantize(), meant[rows])
+        assert checkpoint.tensor_scales(NAME) == {}
+        assert tensor.noise() > 0
+    bad = named | {f"{NAME}.weight_scale": exponents[:, :7]}
+    assert "contradict" in refusal(write_folder(tmp_path / "bad", bad, label(dtype)))
+
+
 @pytest.mark.parametrize(
     ("part", "value", "said"),
     [

@@ -169,13 +169,15 @@ def gptq_tensors(
     return tensors
 
 
-def awq_tensors(name: str, q: Quantized, group_size: int, version: str = "gemm") -> dict[str, np.ndarray]:
+def awq_tensors(
+    name: str, q: Quantized, group_size: int, version: str = "gemm", bits: int = 4
+) -> dict[str, np.ndarray]:
     """An AWQ module's tensors in the gemm, gemv or gemv_fast layout, or llm-awq's names for the last."""
     out, columns = q.codes.shape
     if version == "gemm":
         order = [0, 2, 4, 6, 1, 3, 5, 7]
         shuffled = (a.reshape(len(a), -1, 8)[:, :, order].reshape(len(a), -1) for a in (q.codes.T, q.zeros.T))
-        weight, zeros = (pack_stream(a, 4) for a in shuffled)
+        weight, zeros = (pack_stream(a, bits) for a in shuffled)
         return {f"{name}.qweight": weight, f"{name}.qzeros": zeros, f"{name}.scales": q.scales.T.copy()}
     groups = q.scales.shape[1]
     multiple = 1 if group_size == -1 or group_size >= 128 else 2 if group_size >= 64 else 4

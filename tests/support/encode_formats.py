@@ -270,7 +270,7 @@ def write_auto_round(
         q = quantize(weight, own, group_size, sym)
         stored[name] = q.dequantize()
         if "awq" in packing:
-            return awq_tensors(name, q, group_size)
+            return awq_tensors(name, q, group_size, bits=own)
         zeros = pack_stream((q.zeros.T - ("auto_gptq" in packing)) & (2**own - 1), own)
         return gptq_tensors(name, q, own, "gptq_v2", zeros=zeros, g_idx="gptqmodel" in packing)
 

@@ -1,9 +1,10 @@
 """Makes tests/data/tools with the tools themselves, on a CPU: quantized layers, and the values that each tool computes.
 
-    python -m tests.support.make_tools bitsandbytes torchao aqlm hqq quanto vptq sinq fouroversix metal
+    python -m tests.support.make_tools TOOL...      (a function of this module)
 
 Written with bitsandbytes 0.50.2, torchao 0.18, aqlm 1.1.7, hqq 0.2.8.post1, optimum-quanto 0.2.7, vptq 0.0.5,
-sinq 0.2.0, fouroversix 1.0.5, transformers 5.23 and torch 2.13.
+sinq 0.2.0, fouroversix 1.0.5, auto-round 0.16.1, gptqmodel 7.7.0, nvidia-modelopt 0.47, amd-quark 0.13,
+transformers 5.23 and 5.24, and torch 2.13.
 Each folder has model.safetensors, config.json with the label that transformers writes, and expected.npz.
 """
 
@@ -335,6 +336,123 @@ def sinq() -> None:
     save("sinq", {}, expected, label)
     (DATA / "sinq" / "model.safetensors").unlink()
     BaseSINQHFModel.save_weights_safetensors(weights, str(DATA / "sinq"))
+
+
+def auto_round() -> None:
+    from auto_round.data_type.mxfp import quant_mx
+    from auto_round.data_type.nvfp import nvfp4_v2
+    from auto_round.experimental.qmodules.mx import MXFP4QuantLinear, MXFP8QuantLinear, MXINT4QuantLinear
+    from auto_round.experimental.qmodules.nvfp4_e5m3 import NVFP4E5M3QuantLinear
+    from auto_round.export.export_to_autoround import qlinear_fp, qlinear_int
+    from auto_round.export.export_to_awq.utils import WQLinear_GEMM, dequantize_gemm
+    from auto_round.schemes import preset_name_to_scheme
+
+    label = {"quant_method": "auto-round", "autoround_version": "0.16.1"}
+    tensors, expected = {}, {}
+    for bits in (5, 6, 7):
+        layer, size = torch.nn.Linear(64, 32, bias=bits == 6), 32
+        groups = layer.weight.data.reshape(32, -1, size)
+        scales = ((groups.amax(2) - groups.amin(2)) / (2**bits - 1)).half().float()
+        zeros = (-groups.amin(2) / scales).round()
+        packed = WQLinear_GEMM.from_linear(layer, bits, size, scales=scales.T, zeros=zeros.T, device="cpu")
+        tensors |= {f"bits{bits}.{part}": value for part, value in packed.state_dict().items()}
+        stored = packed.qweight, packed.qzeros, packed.scales.float()
+        expected[f"bits{bits}"] = dequantize_gemm(*stored, bits, size).T
+    integers = {"bits": 5, "group_size": 32, "sym": False, "data_type": "int"}
+    others = {f"bits{bits}": {"bits": bits} for bits in (6, 7)}
+    packing = {"packing_format": "auto_round:auto_awq", "extra_config": others}
+    save("auto-round-awq", tensors, expected, label | integers | packing)
+
+    for folder, names in (("mxint4", ["MXINT4"]), ("nvfp4-e5m3", ["NVFP4_E5M3"]), ("mxfp8", ["MXFP8", "MXFP4"])):
+        tensors, expected = {}, {}
+        for name in names:
+            scheme, layer = preset_name_to_scheme(name), linear(bias=name == "MXINT4")
+            bits, size, kind = scheme.bits, scheme.group_size, scheme.data_type
+            if name == "NVFP4_E5M3":
+                scales = nvfp4_v2(layer.weight.data, group_size=size)[1]
+            else:
+                scales = quant_mx(layer.weight.data, bits, size, data_type=f"{kind}{bits}")[1]
+            module = (qlinear_int if name == "MXINT4" else qlinear_fp).QuantLinear
+            packed = module(bits, size, IN, OUT, bias=layer.bias is not None, data_type=kind, act_bits=16)
+            packed.pack(layer, scales.reshape(OUT, -1), device="cpu")
+            reader: Any = {
+                "MXINT4": MXINT4QuantLinear, "NVFP4_E5M3": NVFP4E5M3QuantLinear, "MXFP8": MXFP8QuantLinear,
+                "MXFP4": MXFP4QuantLinear,
+            }[name](IN, OUT, scheme, dtype=torch.float32)  # fmt: skip
+            held = {part: value for part, value in packed.state_dict().items() if value is not None}
+            for part, value in held.items():
+                if part != "bias":
+                    setattr(reader, part, value)
+            tensors |= {f"{name.lower()}.{part}": value for part, value in held.items()}
+            expected[name.lower()] = reader.dequant_weight_online()
+        first, packing = preset_name_to_scheme(names[0]), {"packing_format": "auto_round:llm_compressor"}
+        kind = {"bits": first.bits, "group_size": first.group_size, "sym": True, "data_type": first.data_type}
+        save(f"auto-round-{folder}", tensors, expected, label | kind | packing)
+
+
+def gptqmodel() -> None:
+    """8-bit floats, which are divided by their scales."""
+    from gptqmodel.nn_modules.qlinear.fp8 import quantize_fp8_weight
+    from gptqmodel.quantization.dtype import dequantize_fp8
+
+    tensors, expected = {}, {}
+    for method, kind in (("row", "e4m3fn"), ("tensor", "e5m2"), ("block", "e4m3fn")):
+        block = (16, 64) if method == "block" else None
+        weight = torch.randn(32, 128) * 0.05
+        values, scales = quantize_fp8_weight(
+            weight, format=f"float8_{kind}", weight_scale_method=method, weight_block_size=block
+        )
+        tensors |= {f"{method}.weight": values, f"{method}.weight_scale_inv": scales}
+        axis = None if method == "block" else 0
+        expected[method] = dequantize_fp8(values, scale_inv=scales, axis=axis, target_dtype=torch.float32)
+    label = {"quant_method": "fp8", "bits": 8, "format": "float8_e4m3fn", "weight_scale_method": "block"}
+    save(
+        "gptqmodel-fp8", tensors, expected, label | {"weight_block_size": [16, 64], "weight_scale_semantics": "inverse"}
+    )
+
+
+def quark() -> None:
+    """6-bit floats, whose packing is the tool's."""
+    from quark.torch.utils.pack import Pack_fp6
+
+    for dtype in ("fp6_e2m3", "fp6_e3m2"):
+        weight = linear().weight.data.reshape(OUT, -1, 32)
+        exponents = weight.abs().amax(2).log2().floor() - (2 if dtype == "fp6_e2m3" else 4)
+        mantissa, low = (3, 0) if dtype == "fp6_e2m3" else (2, -2)
+        scaled = weight / exponents.exp2()[..., None]
+        step = (scaled.abs().log2().floor().clamp(min=low) - mantissa).exp2()
+        rounded = (scaled / step).round() * step
+        largest = 7.5 if dtype == "fp6_e2m3" else 28
+        packer = Pack_fp6("per_group", dtype, 5 - mantissa, mantissa)
+        packed = packer.pack(rounded.clamp(-largest, largest).reshape(OUT, IN), reorder=True)
+        tensors = {"layer.weight": packed, "layer.weight_scale": (exponents + 127).to(torch.uint8)}
+        values = packer.unpack(packed, reorder=True).reshape(OUT, -1, 32) * exponents.exp2()[..., None]
+        entry = {"weight": {"dtype": dtype, "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"}}
+        label = {"quant_method": "quark", "global_quant_config": entry, "export": {"pack_method": "reorder"}}
+        save(f"quark-{dtype}", tensors, {"layer": values.reshape(OUT, IN)}, label)
+
+
+def modelopt() -> None:
+    """Codes in groups of 32, and SVDQuant's, to which a product of two factors is added."""
+    from modelopt.torch.quantization.qtensor import NVFP4QTensor
+
+    tensors, expected = {}, {}
+    for name, size in (("groups32", 32), ("svd", 16)):
+        weight = linear().weight.data
+        left, values, right = torch.linalg.svd(weight, full_matrices=False)
+        left, right = left[:, :4] * values[:4], right[:4].contiguous()
+        codes, scales, whole = NVFP4QTensor.quantize(weight - left @ right if name == "svd" else weight, size)
+        expected[name] = codes.dequantize(
+            torch.float32, scale=scales, double_scale=whole.float(), block_sizes={-1: size}
+        )
+        stored = {"weight": codes._quantized_data, "weight_scale": scales, "weight_scale_2": whole}
+        if name == "svd":
+            stored["pre_quant_scale"] = torch.rand(IN) + 0.5
+            product = {"_svdquant_lora_a": right, "_svdquant_lora_b": left}
+            stored |= {f"weight_quantizer.{part}": factor for part, factor in product.items()}
+            expected[name] = (expected[name] + left @ right) * stored["pre_quant_scale"]
+        tensors |= {f"{name}.{part}": value for part, value in stored.items()}
+    save("modelopt", tensors, expected, {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"})
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
-"""AWQ: always 4 bits and true zero points, in three layouts that the tensors' shapes distinguish.
+"""AWQ: 4 bits and true zero points, in three layouts that the tensors' shapes distinguish; 5 to 7 bits of auto-round.
 
     gemm       qweight int32 [in, out/8]    qzeros int32 [G, out/8]    scales [G, out]
+               qweight int32 [in, out*b/32] qzeros int32 [G, out*b/32]
     gemv       qweight int32 [out, in/8]    qzeros int32 [out, zw]     scales [out, zw*8]
     gemv_fast  qweight int16 [out/4, in]    qzeros fp16 [zw*8, out]    scales [zw*8, out]
 
-gemm, which alone is written, interleaves eight output features in a word (see `bits`), gemv stores codes in their
-natural order. gemv_fast (llm-awq's own layout, where qzeros are named scaled_zeros) stores -s*z and shuffles codes
-for its kernel's loads. zw*8 is G rounded up for that kernel; the rest is padding.
+gemm, of which 4 bits alone are written, interleaves eight output features in a word (see `bits`); with b bits of 5 to
+7, the codes of a row, in the same order, are one stream. gemv stores codes in their natural order. gemv_fast (llm-awq's
+own layout, where qzeros are named scaled_zeros) stores -s*z and shuffles codes for its kernel's loads. zw*8 is G
+rounded up for that kernel; the rest is padding.
 
 In Falcon, MPT, Bloom and others the output of the activation function is divided by scales, which AWQ cannot fold into
 the layer before, because the function lies between:
@@ -35,7 +37,7 @@ from bridge.errors import BridgeError
 
 # gemv_fast: the stored order of each 32 input features
 _FAST_ORDER = np.arange(32).reshape(4, 2, 4).transpose(0, 2, 1).reshape(4, 4, 2).transpose(1, 0, 2).reshape(-1)
-
+_GEMM_BITS = (4, 5, 6, 7)
 
 # label -> layout; exllama and ipex are kernels that read gemm, and llm-awq calls gemv_fast's qzeros scaled_zeros
 _VERSIONS = {
@@ -101,15 +103,16 @@ class AwqReader(Reader):
         if zeros is None or not (weight.is_matrix and scales.is_matrix and zeros.is_matrix):
             raise contradiction(name, tensors)
         rows, words = weight.shape
+        bits = words * 32 // max(1, scales.shape[1]) if zeros.shape == (scales.shape[0], words) else 4
         claimed = (self.quant.for_module(name) or self.quant).group_size
         if weight.dtype == "I16":
             layout, out, columns = "gemv_fast", rows * 4, words
             size = _padded_group_size(columns, scales.shape[0], claimed)
             fits = scales.shape[1] == out and zeros.shape == scales.shape and zeros.floating and columns % 64 == 0
-        elif weight.dtype == "I32" and scales.shape[1] == words * 8:
-            layout, out, columns = "gemm", words * 8, rows
+        elif weight.dtype == "I32" and bits in _GEMM_BITS and scales.shape[1] * bits == words * 32:
+            layout, out, columns = "gemm", scales.shape[1], rows
             size = fit_group_size(columns, scales.shape[0], claimed)
-            fits = size is not None and have_shapes(tensors, _shapes(Groups(4, size), (out, columns)))
+            fits = size is not None and have_shapes(tensors, _shapes(Groups(bits, size), (out, columns)))
         else:
             layout, out, columns = "gemv", rows, words * 8
             size = _padded_group_size(columns, scales.shape[1], claimed)
@@ -118,13 +121,13 @@ class AwqReader(Reader):
         if not fits or size is None:
             raise contradiction(name, tensors)
         self._layouts[name] = layout
-        return module_info(name, tensors, 4, size, (out, columns))
+        return module_info(name, tensors, bits if layout == "gemm" else 4, size, (out, columns))
 
     def read_all_rows(self, name: str) -> GroupedTensor:
         return self._read(self.modules[name])
 
     def read(self, name: str, rows: np.ndarray | None = None) -> CodedTensor:
-        if rows is None or self._layouts[name] != "gemm":
+        if rows is None or self._layouts[name] != "gemm" or self.modules[name].bits != 4:
             return super().read(name, rows)
         words = np.unique(rows >> 3)  # the words that hold them
         return self._read(self.modules[name], words).take_rows(np.searchsorted(words, rows >> 3) * 8 + (rows & 7))
@@ -142,7 +145,7 @@ class AwqReader(Reader):
             words, zeros = (self.part(name, part, words_of, axis=1) for part in ("qweight", "qzeros"))
             if words_of is not None:
                 scales = scales.reshape(len(scales), -1, 8)[:, words_of].reshape(len(scales), -1)
-            codes, zeros = unpack_gemm(words), unpack_gemm(zeros).astype(np.float32)
+            codes, zeros = unpack_gemm(words, info.bits), unpack_gemm(zeros, info.bits).astype(np.float32)
             scales = np.ascontiguousarray(scales.T)
         elif layout == "gemv":
             codes = unpack_rows(self.part(name, "qweight"), 4, columns)
@@ -167,7 +170,7 @@ class AwqReader(Reader):
                 f"read as {info.group_size}"
             )
         bias = self.store.read_float(f"{name}.bias") if "bias" in info.tensors and words_of is None else None
-        return GroupedTensor(name, 4, codes, scales, zeros, info.group_size, bias=bias, notes=tuple(notes))
+        return GroupedTensor(name, info.bits, codes, scales, zeros, info.group_size, bias=bias, notes=tuple(notes))
 
 
 @dataclass(frozen=True)
@@ -235,7 +238,8 @@ def _shapes(groups: Groups, shape: tuple[int, int]) -> Shapes:
     """The dtypes and shapes of a layer's tensors in the gemm layout."""
     out, columns = shape
     count = groups.count(columns)
-    words = {"qweight": ("I32", (columns, out // 8)), "qzeros": ("I32", (count, out // 8))}
+    wide = out * groups.bits // 32
+    words = {"qweight": ("I32", (columns, wide)), "qzeros": ("I32", (count, wide))}
     return {**words, "scales": ("F16", (count, out))}
 
 

@@ -20,6 +20,7 @@ import numpy as np
 from bridge.system.kernels.jit import inner, kernel
 
 PLANES = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,)}
+GEMM_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i of a word of AWQ's is output feature order[i] of its eight
 _CHUNK = 1 << 18  # codes that are unpacked at a time: what is read and written stays in cache
 
 
@@ -189,8 +190,11 @@ def unpack_words(words: np.ndarray, bits: int, n: int) -> np.ndarray:
     return np.ascontiguousarray(out[:, :n])
 
 
-def unpack_gemm(words: np.ndarray) -> np.ndarray:
-    """AWQ's interleaved codes: int32 [in, out/8] -> uint8 [out, in]."""
+def unpack_gemm(words: np.ndarray, bits: int = 4) -> np.ndarray:
+    """AWQ's interleaved codes: int32 [in, out * bits / 32] -> uint8 [out, in]."""
+    if bits != 4:  # auto-round's: one stream
+        stored = unpack_rows(words, bits, words.shape[1] * 32 // bits).reshape(len(words), -1, 8)
+        return np.ascontiguousarray(stored[:, :, np.argsort(GEMM_ORDER)].reshape(len(words), -1).T)
     out = np.empty((words.shape[1] * 8, words.shape[0]), np.uint8)
     _unpack_gemm(np.ascontiguousarray(words).view(np.uint32), out)
     return out

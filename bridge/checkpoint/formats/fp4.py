@@ -6,8 +6,9 @@
 
     W[o, k] = tensor_scale * scales[o, k // 16 or 32] * E2M1[codes[o, k]]
 
-Codes are packed two a byte along the row, the first in the low nibble. GGUF's blocks MXFP4 and NVFP4 hold all of it
-bit for bit; the tensor's scale is a separate tensor.
+Codes are packed two a byte along the row, the first in the low nibble. NVFP4's scale may be that of 32 columns
+(ModelOpt's W4A8_NVFP4_FP8): it is repeated. GGUF's blocks MXFP4 and NVFP4 hold all of it bit for bit; the tensor's
+scale is a separate tensor.
 """
 
 from dataclasses import dataclass, field
@@ -127,7 +128,8 @@ class Fp4Parts(NamedTuple):
         check_shapes(fits, name, tensors)
         out, columns = codes.shape[0], 2 * codes.shape[1]
         single = (t for part, t in tensors.items() if part in (self.tensor_scale, *INPUTS))
-        fits = columns % GROUPS[kind] == 0 and scales.shape == self.shapes(kind, (out, columns))[self.scales][1]
+        sizes = (16, 32) if kind == "NVFP4" else (32,)
+        fits = any(columns % size == 0 and scales.shape == (out, columns // size) for size in sizes)
         fits = fits and codes.dtype in ("U8", "I8") and all(t.floating and t.size == 1 for t in single)
         check_shapes(fits, name, tensors)
         return module_info(name, tensors, 4, GROUPS[kind], (out, columns))
@@ -138,6 +140,7 @@ class Fp4Parts(NamedTuple):
         kind = _KINDS[info.tensors[self.scales].dtype]
         codes = unpacked(reader.part(name, self.codes, rows).view(np.uint8))
         scales = checked_scales(kind, reader.part(name, self.scales, rows), info.tensors[self.scales])
+        scales = np.repeat(scales, info.shape[1] // info.group_size // scales.shape[1], axis=1)
         factors, bias = self.tensor_scales(reader, info), reader.bias(name, rows)
         unusable = [part for part in INPUTS if part in info.tensors] if "input_scale" not in factors else []
         notes = tuple(

@@ -3,7 +3,8 @@
     weight            F8_E4M3 or F8_E5M2 [out, in]
     weight_scale      float [] or [1], [out] or [out, 1], or [out/r, in/c]: one, one a row, one a block;
                       of blocks [out/r, 1, in/c, 1] too; uint8 [out, in/32]: exponents, F8_E8M0
-    weight_scale_inv  the same under another name; also a factor
+    weight_scale_inv  the same under another name; also a factor, but for GPTQModel's, which divides: its config has
+                      weight_scale_semantics "inverse"
     bias              float [out]
 
     W[o, k] = scale[o // r, k // c] * weight[o, k]
@@ -85,6 +86,19 @@ class RenamedFloats(ScaledFloats):
 
     def stored(self, store: Store, rows: tuple[int, int] | None) -> tuple[np.ndarray, np.ndarray]:
         return store.read_float(self.codes.name, rows), finite_scales(store, self.scale.name)
+
+
+@dataclass(frozen=True)
+class DividedFloats(ScaledFloats):
+    """A weight of 8-bit floats that is divided by its scales."""
+
+    def stored(self, store: Store, rows: tuple[int, int] | None) -> tuple[np.ndarray, np.ndarray]:
+        weights, scales = super().stored(store, rows)
+        if not scales.all():
+            raise BridgeError(
+                f"{self.scale.file}: {self.scale.name}, which divides, contains zeros; quantize the model again"
+            )
+        return weights, 1 / scales
 
 
 def scaled_floats(name: str, tensors: dict[str, TensorInfo], scale: str, block: tuple[int, int]) -> ScaledFloats:
@@ -223,7 +237,10 @@ class Fp8Reader(Reader):
                 f"{weight.file}: {name} has scales but its weight is {weight.dtype}, not 8-bit floats; "
                 "the checkpoint is not of the format that its config names"
             )
-        return scaled_floats(name, tensors, self.required_parts(tensors)[0], block)
+        described = scaled_floats(name, tensors, self.required_parts(tensors)[0], block)
+        if self.quant.raw.get("weight_scale_semantics") == "inverse":
+            return DividedFloats(described.weight, described.scale, described.block)
+        return described
 
     def read(self, name: str, rows: np.ndarray | None = None) -> CodedTensor:
         return _FP4.read(self, self.modules[name], rows)

@@ -1,4 +1,4 @@
-"""NVIDIA's ModelOpt, and auto-round's nvfp4 and mxfp4: each module's tensors tell its format.
+"""NVIDIA's ModelOpt, and auto-round's nvfp4, mxfp4 and mxfp8: each module's tensors tell its format.
 
                  codes                      scales                       of the whole weight
 4-bit floats     weight                     weight_scale, bytes          weight_scale_2, multiplies
@@ -12,7 +12,8 @@ holds rows 2r (low nibble) and 2r + 1. W4A8_AWQ has weight_scale_2 too, for kern
 Activations have input_scale; auto-round calls it input_global_scale, and divides.
 
 The input of an AWQ or SmoothQuant layer may be multiplied by pre_quant_scale, float [in], where that could not be
-folded into the layer before. W[o, k] * pre_quant_scale[k] is in no group: such a layer is read as floats.
+folded into the layer before. W[o, k] * pre_quant_scale[k] is in no group: such a layer is read as floats. So is one of
+SVDQuant, to whose codes a product is added before: weight_quantizer._svdquant_lora_b [out, rank] and _a [rank, in].
 
 Of these, NVFP4 is written.
 """
@@ -38,7 +39,8 @@ from bridge.errors import BridgeError
 _MODELOPT = Fp4Parts("weight", "weight_scale", "weight_scale_2", reciprocal=False)
 # quant_algo, besides FP8's: floats of 4 bits and mixtures; integers, by their bits
 _FLOATS = (
-    "NVFP4", "W4A16_NVFP4", "NVFP4_AWQ", "W4A8_NVFP4_FP8", "MXFP4", "W4A8_MXFP4_FP8", "MXFP8", "MIXED_PRECISION",
+    "NVFP4", "W4A16_NVFP4", "NVFP4_AWQ", "NVFP4_SVD", "W4A8_NVFP4_FP8", "MXFP4", "W4A8_MXFP4_FP8", "MXFP8",
+    "MIXED_PRECISION",
 )  # fmt: skip
 _INTEGERS = {
     "W4A16_AWQ": 4, "W4A8_AWQ": 4, "INT4_AWQ": 4, "INT4_BLOCKWISE": 4, "W8A16": 8, "W8A8_SQ_PER_CHANNEL": 8, "INT8": 8,
@@ -46,18 +48,25 @@ _INTEGERS = {
 }  # fmt: skip
 
 
+_PRODUCT = "_svdquant_lora_b", "_svdquant_lora_a"  # its factors
+
+
 @dataclass(frozen=True)
 class MultipliedFloats(FloatWeight):
-    """A weight whose columns are multiplied by `scale`; `codes` reads some of its rows."""
+    """A weight whose columns are multiplied by `scale`; `codes` reads some of its rows, to which `product` is added."""
 
     codes: Callable[[np.ndarray], CodedTensor]
+    product: tuple[str, str] | None
 
     def __str__(self) -> str:
-        return "codes times pre_quant_scale"
+        return f"codes {'plus a product, ' if self.product else ''}times pre_quant_scale"
 
     def read(self, store: Store, rows: tuple[int, int] | None = None) -> np.ndarray:
         start, stop = rows or (0, self.weight.shape[0])
         weights = self.codes(np.arange(start, stop)).dequantize()
+        if self.product is not None:
+            left, right = self.product
+            weights += finite_scales(store, left, (start, stop)) @ finite_scales(store, right)
         weights *= finite_scales(store, self.scale.name)
         return weights
 
@@ -67,15 +76,15 @@ class ModelOptReader(Fp8Reader):
 
     parts: ClassVar[tuple[str, ...]] = (
         "weight", "weight_packed", "weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale",
-        "pre_quant_scale", "bias", *INPUTS, STACK, STACK_SCALE,
+        "pre_quant_scale", "bias", *INPUTS, STACK, STACK_SCALE, *_PRODUCT,
     )  # fmt: skip
     plain: ClassVar = frozenset({"weight", "bias", *INPUTS})
 
     @classmethod
     def complete(cls, quant: QuantConfig, label: str) -> QuantConfig:
-        if label in ("nvfp4", "mxfp4"):  # auto-round's
+        if label in ("nvfp4", "mxfp4", "mxfp8"):  # auto-round's
             size = 16 if label == "nvfp4" else 32
-            return replace(quant, title=label, claims=("4-bit floats", f"groups of {size}"), group_size=size)
+            return replace(quant, title=label, claims=(f"{label[-1]}-bit floats", f"groups of {size}"), group_size=size)
         algorithm = str(quant.raw.get("quant_algo") or "FP8").upper()
         title = f"ModelOpt {algorithm}"
         if algorithm.startswith("FP8"):
@@ -102,13 +111,20 @@ class ModelOptReader(Fp8Reader):
             self._multiplied |= {t.name for part, t in info.tensors.items() if part != "bias"}
             codes = next(iter(info.tensors[part] for part in ("weight_packed", "weight") if part in info.tensors))
             weight = replace(codes, name=f"{name}.weight", shape=info.shape, nbytes=info.nbytes)
+            left, right = (info.tensors.get(part) for part in _PRODUCT)
+            product = (left.name, right.name) if left and right else None
             scale = info.tensors["pre_quant_scale"]
-            self.floats[weight.name] = MultipliedFloats(weight, scale, partial(self._read, info))
+            self.floats[weight.name] = MultipliedFloats(weight, scale, partial(self._read, info), product)
         if names:
             self.notes.append(
                 f"the inputs of {len(names)} layers are multiplied by pre_quant_scale ({names[0]} is the first), which "
                 "codes cannot be; they are read as floats"
             )
+
+    @staticmethod
+    def split(name: str) -> tuple[str, str]:
+        module, part = Fp8Reader.split(name)
+        return (module.removesuffix(".weight_quantizer"), part) if part in _PRODUCT else (module, part)
 
     def claimed_bits(self, module: str) -> int | None:
         algorithm = str(self.quant.raw.get("quant_algo")).upper()
@@ -118,6 +134,8 @@ class ModelOptReader(Fp8Reader):
         return super().owned() | self._multiplied
 
     def required_parts(self, tensors: dict[str, TensorInfo]) -> tuple[str, ...]:
+        if _PRODUCT[0] in tensors or _PRODUCT[1] in tensors:
+            return ("weight_scale", "weight", "pre_quant_scale", *_PRODUCT)
         return ("weight_scale", "weight_packed") if "weight_packed" in tensors else super().required_parts(tensors)
 
     def describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo | FloatWeight:
@@ -126,6 +144,11 @@ class ModelOptReader(Fp8Reader):
         if multiplied is not None:
             width = described.shape[1] if isinstance(described, ModuleInfo) else None
             check_shapes(multiplied.floating and multiplied.shape == (width,), name, tensors)
+        if _PRODUCT[0] in tensors and isinstance(described, ModuleInfo):
+            left, right = (tensors[part] for part in _PRODUCT)
+            fits = left.floating and right.floating and left.is_matrix and right.is_matrix
+            fits = fits and (left.shape[0], right.shape[1]) == described.shape and left.shape[1] == right.shape[0]
+            check_shapes(fits, name, tensors)
         return described
 
     def _describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo | FloatWeight:

@@ -8,11 +8,10 @@ bytes of a uint64, are joined in three shift-and-mask steps:
 
 import numpy as np
 
-from bridge.checkpoint.formats.bits import PLANES, transpose
+from bridge.checkpoint.formats.bits import GEMM_ORDER, PLANES, transpose
 from bridge.system.kernels.jit import inner, kernel
 
 _CHUNK = 1 << 18  # codes that are packed at a time: what is read and written stays in cache
-_GEMM_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i of a word is output feature order[i] of its eight
 
 
 def pack_rows(codes: np.ndarray, bits: int, planar: bool = False) -> np.ndarray:
@@ -35,7 +34,7 @@ def pack_columns(codes: np.ndarray, bits: int, planar: bool = False) -> np.ndarr
 def pack_gemm(codes: np.ndarray) -> np.ndarray:
     """4-bit codes uint8 [out, in] in AWQ's order: int32 [in, out/8]."""
     words = np.empty((codes.shape[0] // 8, codes.shape[1]), np.uint32)
-    _pack_gemm(np.ascontiguousarray(codes), np.array(_GEMM_ORDER), words)
+    _pack_gemm(np.ascontiguousarray(codes), np.array(GEMM_ORDER), words)
     return transposed(words).view(np.int32)
 
 

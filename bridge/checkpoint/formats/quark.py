@@ -1,4 +1,4 @@
-"""AMD's Quark, as its export for transformers writes it: integers and floats of 4 and 8 bits.
+"""AMD's Quark, as its export for transformers writes it: integers and floats of 4 and 8 bits, floats of 6.
 
                         weight                  weight_scale         weight_zero_point
     int4, uint4
@@ -7,15 +7,17 @@
     int8, uint8
       groups            int8, uint8 [in, out]   float [G, out]       like weight [G, out]
       a row, the whole  int8, uint8 [out, in]   float [out], []      likewise
-    fp8_e4m3            F8_E4M3 [out, in]       float, as in `fp8`   -
+    fp8_e4m3, fp8_e5m2  F8 [out, in]            float, as in `fp8`   -
     fp4 (MXFP4)         uint8 [out, in / 2]     uint8 [out, in / 32] -
+    fp6_e2m3, fp6_e3m2  uint8 [out, 3 in / 4]   uint8 [out, in / 32] -
     bias                float [out]
 
     W = scale * (q - zero point)
 
 Nibble i of a word is number 0 2 4 6 1 3 5 7 of its eight, or number i where pack_method is "order". int4 and int8 are
-in two's complement, their zero points too. The config says which: global_quant_config or a pattern of
-layer_quant_config, {weight: {dtype, qscheme, group_size, ..}}.
+in two's complement, their zero points too. Codes of 6 bits are a stream, the lowest bit first; those of E2M3 are
+carried as whole eighths, those of E3M2, up to 28, are read as floats. The config says which: global_quant_config or a
+pattern of layer_quant_config, {weight: {dtype, qscheme, group_size, ..}}.
 
 Learned from amd-quark 0.13 (torch/utils/pack.py, torch/export/nn/modules/realquantizer.py; MIT).
 """
@@ -27,8 +29,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from bridge.checkpoint.decoded import DecodedTensor, level_noise, rounding_distortion
+from bridge.checkpoint.files.dtypes import as_float32
 from bridge.checkpoint.files.store import TensorInfo
 from bridge.checkpoint.formats.checks import check_shapes, contradiction
+from bridge.checkpoint.formats.fp4 import checked_scales
 from bridge.checkpoint.formats.fp8 import FLOAT8
 from bridge.checkpoint.formats.modelopt import ModelOptReader
 from bridge.checkpoint.formats.module_reader import FloatWeight, ModuleInfo, module_info
@@ -38,7 +43,19 @@ from bridge.errors import BridgeError
 from bridge.system.fields import table, whole_number
 
 _INTEGERS = {"int4": 4, "uint4": 4, "int8": 8, "uint8": 8}
-_DTYPES = (*_INTEGERS, "fp8_e4m3", "fp4")
+
+
+def _levels(mantissa: int) -> np.ndarray:
+    """float32 [64]: the values of floats of 6 bits, a sign, the exponent, so many bits of mantissa."""
+    fields = np.arange(32, dtype=np.int32)
+    exponent, rest, bias = fields >> mantissa, fields & (2**mantissa - 1), 2 ** (4 - mantissa) - 1
+    whole = np.where(exponent > 0, rest + 2**mantissa, rest).astype(np.float32)
+    values = np.ldexp(whole, np.maximum(exponent, 1) - bias - mantissa)
+    return np.concatenate([values, -values])
+
+
+_FP6 = {"fp6_e2m3": _levels(3), "fp6_e3m2": _levels(2)}
+_DTYPES = (*_INTEGERS, "fp8_e4m3", "fp8_e5m2", "fp4", *_FP6)
 _REORDERED = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
@@ -90,6 +107,12 @@ class QuarkReader(ModelOptReader):
 
     def _describe(self, name: str, tensors: dict[str, TensorInfo]) -> ModuleInfo | FloatWeight:
         weight, scale = tensors["weight"], tensors.get("weight_scale")
+        if scale is not None and weight.dtype == "U8" and self._settings(name).get("dtype") in _FP6:
+            check_shapes(weight.is_matrix and 0 not in weight.shape, name, tensors)
+            out, columns = weight.shape[0], weight.shape[1] * 4 // 3
+            fits = scale.dtype in ("U8", "F8_E8M0") and scale.shape == (out, columns // 32)
+            check_shapes(fits and columns % 32 == 0 and columns * 3 == weight.shape[1] * 4, name, tensors)
+            return module_info(name, tensors, 6, 32, (out, columns))
         if scale is None or weight.dtype in FLOAT8 or not scale.floating:
             return super()._describe(name, tensors)
         bits = {"I32": 4, "I8": 8, "U8": 8}.get(weight.dtype)
@@ -113,9 +136,29 @@ class QuarkReader(ModelOptReader):
         return info.tensors["weight"].dtype in ("I32", "I8", "U8") and info.tensors["weight_scale"].floating
 
     def tensor_scales(self, name: str) -> dict[str, float]:
-        return {} if self._integers(self.modules[name]) else super().tensor_scales(name)
+        info = self.modules[name]
+        return {} if self._integers(info) or info.bits == 6 else super().tensor_scales(name)
+
+    def _read_fp6(self, info: ModuleInfo, rows: np.ndarray | None) -> CodedTensor:
+        from bridge.checkpoint.formats.bits import unpack_rows
+
+        name, levels = info.name, _FP6[str(self._settings(info.name)["dtype"])]
+        codes, bias = unpack_rows(self.part(name, "weight", rows), 6, info.shape[1]), self.bias(name, rows)
+        exponents = self.part(name, "weight_scale", rows).view(np.uint8)
+        scales = as_float32(checked_scales("MXFP6", exponents, info.tensors["weight_scale"]), "F8_E8M0")
+        if levels is _FP6["fp6_e2m3"]:
+            eighths = (levels * 8 + 128).astype(np.uint8)
+            scales /= 8
+            return GroupedTensor(name, 8, eighths[codes], scales, np.full_like(scales, 128), 32, bias=bias)
+        scales = np.repeat(scales, 32, axis=1)
+        weights = levels[codes] * scales
+        noise = float((np.square(scales, dtype=np.float64) * level_noise(levels)[codes]).sum())
+        share = rounding_distortion(noise, weights)
+        return DecodedTensor(name, 6, weights, share, "6-bit floats of 3 bits of exponent", bias=bias)
 
     def _read(self, info: ModuleInfo, rows: np.ndarray | None = None) -> CodedTensor:
+        if info.bits == 6:
+            return self._read_fp6(info, rows)
         if not self._integers(info):
             return super()._read(info, rows)
         name, (out, _) = info.name, info.shape

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from bridge.checkpoint.formats.aqlm import AqlmReader
+from bridge.checkpoint.formats.auto_round import AutoRoundReader
 from bridge.checkpoint.formats.awq import AwqReader
 from bridge.checkpoint.formats.bitnet import BitnetReader
 from bridge.checkpoint.formats.bitsandbytes import BitsAndBytesReader
@@ -33,7 +34,7 @@ from bridge.checkpoint.formats.torchao import TorchaoReader
 from bridge.checkpoint.formats.vptq import VptqReader
 from bridge.checkpoint.formats.written import WrittenFormat
 
-# quant_method -> its reader; auto-round packs as one of them
+# quant_method -> its reader; auto-round mostly packs as another of them
 READERS: dict[str, type[Reader]] = {
     "gptq": GptqReader, "gptq-float-zeros": FloatZerosReader,  # recognized by its tensors, never by a config
     "awq": AwqReader, "compressed-tensors": CompressedReader, "fp8": Fp8Reader, "fbgemm_fp8": Fp8Reader,
@@ -42,7 +43,7 @@ READERS: dict[str, type[Reader]] = {
     "qtip": QtipReader, "exl2": Exl2Reader, "exl3": Exl3Reader, "torchao": TorchaoReader, "quark": QuarkReader,
     "quanto": QuantoReader, "aqlm": AqlmReader, "vptq": VptqReader, "eetq": EetqReader, "higgs": HiggsReader,
     "spqr": SpqrReader, "sinq": SinqReader, "fp_quant": FpQuantReader, "metal": MetalReader, "nvfp4": Nvfp4Reader,
-    "fouroversix": FourOverSixReader, "gemma": GemmaReader,
+    "fouroversix": FourOverSixReader, "gemma": GemmaReader, "auto-round": AutoRoundReader,
 }  # fmt: skip
 FORMATS: dict[str, WrittenFormat] = {written.name: written for reader in READERS.values() for written in reader.written}
 QUANTIZED = [name for name, written in FORMATS.items() if written.by_quantize]

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from bridge.checkpoint.formats.fp8 import read_block
 from bridge.checkpoint.formats.registry import READERS
 from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.errors import BridgeError
@@ -26,7 +27,7 @@ from bridge.system.storage.files import read_json
 REFUSED = {"gguf": "the weights are those of a GGUF file; give that file in place of this folder"}
 _NONE = "(none)"  # no method is named
 _METHOD_KEYS = ("quant_method", "quantization_method", "method")  # the second is SINQ's
-NAMES = tuple(sorted({*READERS, "auto-round"} - {"gptq-float-zeros"}))
+NAMES = tuple(sorted({*READERS} - {"gptq-float-zeros"}))
 
 
 def read_quant_config(folder: Path, config: dict[str, Any]) -> QuantConfig:
@@ -97,6 +98,8 @@ def read_quant_config(folder: Path, config: dict[str, Any]) -> QuantConfig:
             f"{source}: rotation {rotation!r} needs a Hadamard transform at run time, which GGUF lacks; "
             "use a checkpoint quantized without rotation"
         )
+    if read_block(raw.get("group_size")):  # auto-round's FP8
+        raw = {"weight_block_size": raw["group_size"], **raw, "group_size": -1}
     writers = [table(raw.get("meta")).get(key) for key in ("quantizer", "packer")]
     quantizer, packer = (tuple(map(str, w if isinstance(w, list) else [w] if w else [])) for w in writers)
     result = QuantConfig(
@@ -144,14 +147,20 @@ def _auto_round(source: Path, raw: dict[str, Any]) -> tuple[str, str]:
             return "gptq", "gptq"
         if words <= {"gptqmodel", "exllamav2", "tritonv2", "triton", "torch"}:
             return "gptq", "gptq_v2"
-    if kind.startswith(("nv_fp", "mx_fp", "nvfp4", "mxfp4")) and whole_number(raw.get("bits")) == 4:
-        return "modelopt", "nvfp4" if kind.startswith("nv") else "mxfp4"
-    if kind.startswith("fp") and whole_number(raw.get("bits")) == 8 and words <= {"fp8", "fp8_static"}:
+    bits = whole_number(raw.get("bits"))
+    if bits == 4 and kind in ("nvfp4_v2", "mx_int", "mx_int4"):
+        return "auto-round", "nvfp4_e5m3" if kind.startswith("nv") else "mxint4"
+    if bits == 4 and kind.startswith(("nv_fp", "nvfp4")):
+        return "modelopt", "nvfp4"
+    if bits in (4, 8) and kind.startswith(("mx_fp", "mxfp")):
+        return "modelopt", f"mxfp{bits}"
+    if kind.startswith("fp") and bits == 8 and words <= {"fp8", "fp8_static"}:
         return "fp8", ""
     raise BridgeError(
         f"{source}: auto-round's packing_format {packing!r} with data_type {kind!r} is not supported (supported: "
         "int as auto_round, auto_round:auto_gptq, auto_round:gptqmodel, auto_round:auto_awq, auto_round:mlx; 8-bit fp "
-        "as auto_round:fp8, auto_round:fp8_static; 4-bit nv_fp and mx_fp); export it as one of these"
+        "as auto_round:fp8, auto_round:fp8_static; 4-bit nv_fp, nvfp4_v2, mx_fp and mx_int; 8-bit mx_fp); export it as "
+        "one of these"
     )
 
 
