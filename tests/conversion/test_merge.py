@@ -232,7 +232,11 @@ def test_names_of_a_whole_state_dict_are_read(tmp_path: Path) -> None:
 REFUSED = {
     "another shape": (low_rank({Q: (256, 128)}), {}, r"q_proj\.weight is of shape \[256, 128\], the base checkpoint"),
     "a layer that is missing": (low_rank({"model.layers.9.self_attn.q_proj": (256, 256)}), {}, "changes model.layers"),
-    "added tokens": ({f"{EMBEDDINGS}.weight": np.ones((2050, 256), np.float32)}, {}, r"is of shape \[2050, 256\]"),
+    "added tokens of the embeddings alone": (
+        {f"{EMBEDDINGS}.weight": np.ones((2050, 256), np.float32)},
+        {},
+        r"embed_tokens\.weight has 2050 tokens with the adapter, lm_head\.weight 2048",
+    ),
 }
 
 

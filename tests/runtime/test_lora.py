@@ -166,7 +166,7 @@ def test_embeddings_that_are_also_the_head_are_not_changed(tmp_path: Path) -> No
     tied = open_gguf(write_decoder(tmp_path / "tied.gguf", tied=True))
     tensors = {"token_embd.weight.lora_a": np.ones((32, 3), np.float32),
                "token_embd.weight.lora_b": np.ones((32, 3), np.float32)}  # fmt: skip
-    with pytest.raises(BridgeError, match=r"is also the model's head; .*merge the adapter"):
+    with pytest.raises(BridgeError, match=r"is also the model's head; .*convert the base checkpoint with merge"):
         add_adapter(tied, open_gguf(write_lora(tmp_path / "lora.gguf", tensors)))
 
 
