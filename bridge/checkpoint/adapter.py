@@ -211,8 +211,11 @@ def read_adapter(path: str | Path) -> Adapter:
             raise BridgeError(f"{file}: {stored} is not a tensor of a LoRA that is known; merge the adapter with PEFT")
         else:
             plain, kind = _SAVED.sub("", name), based if ".base_layer." in stored else saved
-            if plain in kind:
-                raise BridgeError(f"{file}: holds {plain} under two names; save the adapter with `save_pretrained`")
+            if plain in kind and not np.array_equal(kind[plain], values):
+                raise BridgeError(
+                    f"{file}: holds {plain} under two names with different values; save the adapter with "
+                    "`save_pretrained`"
+                )
             kind[plain] = values
     if not parts and not saved and not tokens:
         raise BridgeError(f"{file}: holds no tensors; the adapter is incomplete")

@@ -223,9 +223,12 @@ def test_names_of_a_whole_state_dict_are_read(tmp_path: Path) -> None:
     adapter = read_adapter(folder)
     assert list(adapter.changes) == [O_PROJ]
     assert adapter.saved[NORM].tolist() == [1.5] * 256
-    stored[f"base_model.model.{NORM}"] = tensors[NORM]
+    stored[f"base_model.model.{NORM}"] = tensors[NORM]  # PEFT has it so where tokens were added
     save_file(stored, folder / "adapter_model.safetensors")
-    with pytest.raises(BridgeError, match=f"holds {NORM} under two names"):
+    assert read_adapter(folder).saved[NORM].tolist() == [1.5] * 256
+    stored[f"base_model.model.{NORM}"] = np.ones(256, np.float32)
+    save_file(stored, folder / "adapter_model.safetensors")
+    with pytest.raises(BridgeError, match=f"holds {NORM} under two names with different values"):
         read_adapter(folder)
 
 
