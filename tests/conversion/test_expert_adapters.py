@@ -84,25 +84,6 @@ def test_base_and_adapter_and_the_merged_file_are_the_adapted_model(name: str, t
     assert divergence(expected, own) < 1e-6
 
 
-@pytest.mark.parametrize("name", ["gpt-oss", "llama4", "deepseek3"])
-def test_peft_itself_says_the_same(name: str, tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
-    model = randomized(new_model(name))
-    model.save_pretrained(tmp_path / "base", save_original_format=True)
-    copy_tokenizer(tmp_path / "base")
-    targets = sorted({".".join(each.split(".")[-2:]) for stacks in stacks_of(model).values() for each in stacks})
-    config = peft.LoraConfig(r=2, target_modules=[], target_parameters=targets, rank_pattern={"down_proj": 3})
-    adapted = peft.get_peft_model(model, config)
-    with torch.no_grad():
-        for parameter, values in adapted.named_parameters():
-            if "lora_B" in parameter:
-                values.copy_(0.2 * torch.randn(values.shape, generator=torch.Generator().manual_seed(values.numel())))
-    adapted.save_pretrained(tmp_path / "adapter")
-    bridge.convert(tmp_path / "base", tmp_path / "m.gguf", tensor_types=FLOATS, merge=tmp_path / "adapter")
-    with LlamaCpp(tmp_path / "m.gguf", n_ctx=64) as loaded:
-        assert divergence(reference_logits(adapted, TOKENS), loaded.logits(TOKENS)) < 1e-6
-
-
 @pytest.fixture(scope="module")
 def mixtral(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The same model with a module for each expert's matrix, as it is published, and with stacks."""
