@@ -1,48 +1,49 @@
-"""Reads a PEFT adapter (LoRA): low-rank changes to a model's layers, and tensors that replace the model's own.
+"""Reads a PEFT adapter: low-rank changes to a model's layers (LoRA), and values that replace the model's own.
 
-adapter_config.json         r, lora_alpha, use_rslora, rank_pattern, alpha_pattern, use_dora, ...
+adapter_config.json         see `adapter_config`
 adapter_model.safetensors   base_model.model.<module>.lora_A.weight [r, in], .lora_B.weight [out, r]
                                 of embeddings .lora_embedding_A [r, vocab], .lora_embedding_B [hidden, r]
                                 with DoRA .lora_magnitude_vector [out]
                             base_model.model.<tensor>   of modules_to_save, and embeddings with new tokens
+                            base_model.model.<module>.token_adapter.trainable_tokens_delta [tokens, hidden]: rows of
+                                the embeddings, or of the head, that replace the model's
 
 W' = W + scale * B A        scale = alpha / r, or alpha / sqrt(r) with rsLoRA (arXiv:2312.03732)
 DoRA: row j of W' is multiplied by magnitude[j] / |row j|    (arXiv:2402.09353)
 QA-LoRA: A is [r, in / n] and reads the means of n columns times in / n    (arXiv:2309.14717, as PEFT has it)
+
+A stack of experts is a parameter, not a layer. PEFT wraps what has it, once for each parameter that it changes; names
+tell how deep a wrapper is, but not which parameter it is of: experts.base_layer.lora_A, experts.lora_A.
+
+    lora_A [experts r, in]      an expert's rows follow one another
+    lora_B [out, r experts]     an expert's columns are every experts-th
 """
 
-import math
 import re
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from bridge.checkpoint.adapter_config import FILE, AdapterConfig, read_config
 from bridge.checkpoint.files.store import WRAPPERS, Store
 from bridge.checkpoint.tensor_names import TEXT_PREFIXES
 from bridge.errors import BridgeError
-from bridge.system.patterns import matched, pattern_problem
-from bridge.system.storage.files import expanded, read_json
+from bridge.system.storage.files import expanded
 
-_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 HEAD = "lm_head.weight"
 _PARTS = re.compile(
     r"(?P<module>.+)\.(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)"
     r"(\.default)?(\.weight)?"
 )
-# keys of adapter_config.json that change what the tensors mean, and how
-_REFUSED = (
-    ("target_parameters", "it changes parameters that are not linear layers"),
-    ("layer_replication", "its model has other layers than the base model"),
-    ("alora_invocation_tokens", "it is switched on by tokens of the prompt (activated LoRA)"),
-    ("trainable_token_indices", "it replaces single rows of the embeddings"),
-    ("arrow_config", "it routes between several adapters"),
-)
-_LEAST, _MOST = 1e-6, 1 << 31  # of ranks, alphas and group sizes
+_TOKENS = re.compile(r"(?P<module>.+?)(\.token_adapter)?\.trainable_tokens_delta(\.default)?")
+_SAVED = re.compile(r"\.(modules_to_save(\.default)?|token_adapter)(?=\.)")
+_PARAMETERS = (".gate_up_proj", ".down_proj")  # beside weights and biases
 _LARGEST = 1e30  # of a change, far from what float32 holds
-_OTHER_BASES = ("pissa", "olora", "corda")
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,73 +72,127 @@ class LowRank:
 
 
 @dataclass(frozen=True, eq=False)
+class TokenRows:
+    """Rows that replace those of the embeddings or the head: of these tokens, int64 [n], float32 [n, hidden]."""
+
+    tokens: np.ndarray
+    values: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class StackChanges:
+    """Changes to matrices of a 3-D tensor, by their number; `transposed`: it has them as [in, out]."""
+
+    matrices: dict[int, LowRank]
+    transposed: bool
+
+
+@dataclass(frozen=True, eq=False)
 class Adapter:
     """A PEFT adapter in memory.
 
-    alpha       lora_alpha times what rsLoRA makes of it: scale * r of most layers
     changes     module -> its change
     saved       full name of a tensor -> the values that replace it, float32
-    transposed  fan_in_fan_out: Conv1D's weights of the base model are stored transposed
-    tying       ensure_weight_tying: a head that is tied to the embeddings stays tied to them
+    based       the same of the base model's own values, as it was trained: with more tokens, or else the checkpoint's
+    tokens      module -> the rows that replace its own
+    parameters  module -> lora_A and lora_B of what PEFT wraps it with, from the inside out: of its parameters, or of
+                its weight
+    stacks      full name of a tensor of the checkpoint -> changes to its matrices, see `place_experts`
 
     Names are the checkpoint's where `of` returned it, else the adapter's own, without "base_model.model.".
     """
 
     path: Path
-    alpha: float
+    config: AdapterConfig
     changes: dict[str, LowRank]
     saved: dict[str, np.ndarray]
-    transposed: bool = False
-    tying: bool = False
+    based: dict[str, np.ndarray]
+    tokens: dict[str, TokenRows]
+    parameters: dict[str, list[tuple[np.ndarray, np.ndarray]]]
+    stacks: dict[str, StackChanges] = field(default_factory=dict)
+
+    @property
+    def transposed(self) -> bool:
+        """fan_in_fan_out: Conv1D's weights of the base model are stored transposed."""
+        return self.config.values.get("fan_in_fan_out") is True
+
+    @property
+    def tying(self) -> bool:
+        """ensure_weight_tying: a head that is tied to the embeddings stays tied to them."""
+        return self.config.values.get("ensure_weight_tying") is True
 
     @property
     def files(self) -> list[Path]:
         """What it was read from."""
-        return [self.path / _CONFIG, self.path / _WEIGHTS]
+        return [self.path / FILE, self.path / _WEIGHTS]
 
     def of(self, names: set[str]) -> "Adapter":
         """The adapter with the names of a checkpoint that has tensors of these names, which end in ".weight".
 
         Raises BridgeError for a layer that the checkpoint does not have.
         """
-        short = {_short(name): name for name in names}
+        known = Names(names)
 
         def checkpoint_name(name: str, what: str) -> str:
-            for each in (_short(name), _short(name).partition(".")[2]):
-                if each in short:
-                    return short[each]
-            if _short(name) == HEAD:  # tied to the embeddings, it is not in the checkpoint
+            if (stored := known.find(name)) is not None:
+                return stored
+            if short_name(name) == HEAD:  # tied to the embeddings, it is not in the checkpoint
                 return HEAD
             raise BridgeError(
                 f"{self.path}: changes {what}, which the base checkpoint does not have; give the base model that the "
                 "adapter was trained on"
             )
 
-        changes = {
-            checkpoint_name(f"{m}.weight", m).removesuffix(".weight"): change for m, change in self.changes.items()
-        }
-        saved = {checkpoint_name(name, name): values for name, values in self.saved.items()}
-        return replace(self, changes=changes, saved=saved)
+        def checkpoint_module(module: str) -> str:
+            return checkpoint_name(f"{module}.weight", module).removesuffix(".weight")
+
+        changes = {checkpoint_module(module): change for module, change in self.changes.items()}
+        tokens = {checkpoint_module(module): rows for module, rows in self.tokens.items()}
+        saved, based = (
+            {checkpoint_name(name, name): values for name, values in tensors.items()}
+            for tensors in (self.saved, self.based)
+        )
+        return replace(self, changes=changes, saved=saved, based=based, tokens=tokens)
 
 
-def _short(name: str) -> str:
+class Names:
+    """Names of tensors or layers, to be looked up by those of the same model under another start: backbone.layers.0.
+
+    Without their starts, names must be of one layer, or of one part of a model, to be found.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._short = {short_name(name): name for name in names}
+        tails = [name.partition(".")[2] for name in self._short]
+        unique = {tail for tail, count in Counter(tails).items() if count == 1 and "." in tail}
+        self._tails = {tail: each for tail, each in zip(tails, self._short.values(), strict=True) if tail in unique}
+
+    def find(self, name: str) -> str | None:
+        """The name that is meant by another; None if there is none."""
+        short = short_name(name)
+        tail = short.partition(".")[2]
+        return self._short.get(short) or self._short.get(tail) or self._tails.get(tail)
+
+
+def short_name(name: str) -> str:
     """A tensor's name in a language model of its own."""
     prefix, text_prefix = next((pair for pair in TEXT_PREFIXES if name.startswith(pair[0])), ("", ""))
     return text_prefix + name.removeprefix(prefix)
 
 
 def read_adapter(path: str | Path) -> Adapter:
-    """Read the adapter in a folder. Raises BridgeError if it is incomplete, damaged, or not a LoRA that is known."""
+    """Read the adapter in a folder. Raises BridgeError if it is incomplete, damaged, or of a kind that is not known."""
     folder = expanded(path)
     file = folder / _WEIGHTS
-    if not (folder / _CONFIG).is_file():
+    if not (folder / FILE).is_file():
         raise BridgeError(f"{folder}: has no adapter_config.json; give the folder of a PEFT adapter")
     if not file.is_file():
         raise BridgeError(f"{file}: not found; save the adapter with `save_pretrained`, as safetensors")
-    config = read_json(folder / _CONFIG)
-    _check(config, folder)
+    config = read_config(folder)
     parts: dict[str, dict[str, np.ndarray]] = {}
     saved: dict[str, np.ndarray] = {}
+    based: dict[str, np.ndarray] = {}
+    tokens: dict[str, TokenRows] = {}
     store = Store([file])
     for stored in store.tensors:
         name = WRAPPERS.sub("", stored)
@@ -148,57 +203,54 @@ def read_adapter(path: str | Path) -> Adapter:
         if not np.isfinite(values).all():
             raise BridgeError(f"{file}: {stored} holds NaN or infinite values; the adapter is damaged")
         if (part := _PARTS.fullmatch(name)) is not None:
-            parts.setdefault(part["module"], {})[part["part"]] = values
-        elif "lora_" in name or "token_adapter" in name or not name.endswith((".weight", ".bias")):
+            wrappers = ".base_layer" * stored.count(".base_layer.")
+            parts.setdefault(part["module"] + wrappers, {})[part["part"]] = values
+        elif (rows := _TOKENS.fullmatch(name)) is not None:
+            tokens[rows["module"]] = _token_rows(rows["module"], values, config)
+        elif "lora_" in name or not name.endswith((".weight", ".bias", *_PARAMETERS)):
             raise BridgeError(f"{file}: {stored} is not a tensor of a LoRA that is known; merge the adapter with PEFT")
         else:
-            plain = re.sub(r"\.modules_to_save(\.default)?\.", ".", name)
-            if plain in saved:
-                raise BridgeError(f"{file}: holds {plain} under two names; save the adapter with `save_pretrained`")
-            saved[plain] = values
-    if not parts and not saved:
+            plain, kind = _SAVED.sub("", name), based if ".base_layer." in stored else saved
+            if plain in kind and not np.array_equal(kind[plain], values):
+                raise BridgeError(
+                    f"{file}: holds {plain} under two names with different values; save the adapter with "
+                    "`save_pretrained`"
+                )
+            kind[plain] = values
+    if not parts and not saved and not tokens:
         raise BridgeError(f"{file}: holds no tensors; the adapter is incomplete")
-    rs = config.get("use_rslora") is True
-    changes = {module: _change(module, tensors, config, rs, file) for module, tensors in parts.items()}
-    alpha = config["lora_alpha"] * (math.sqrt(config["r"]) if rs else 1.0)
-    flags = (config.get(key) is True for key in ("fan_in_fan_out", "ensure_weight_tying"))
-    return Adapter(folder, alpha, changes, saved, *flags)
+    parameters: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
+    changes = {}
+    for wrapped in sorted(parts, key=len, reverse=True):
+        module = wrapped.replace(".base_layer", "")
+        if parts[wrapped].keys() == {"lora_A", "lora_B"} and config.values.get("target_parameters"):
+            parameters.setdefault(module, []).append(_pair(module, parts[wrapped], file))
+        elif module in changes:
+            raise BridgeError(f"{file}: holds two changes of {module}; save the adapter with `save_pretrained`")
+        else:
+            changes[module] = layer_change(module, parts[wrapped], config)
+    return Adapter(folder, config, changes, saved, based, tokens, parameters)
 
 
-def _check(config: dict[str, Any], folder: Path) -> None:
-    """BridgeError for what is not LoRA, or is one whose tensors mean something else."""
-    file = folder / _CONFIG
-    if config.get("peft_type") != "LORA":
-        raise BridgeError(f"{file}: peft_type is {config.get('peft_type')!r}; only LORA can be read")
-    for key, per_module in (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern")):
-        patterns = config.get(per_module) or {}
-        if not isinstance(patterns, dict):
-            raise BridgeError(
-                f"{file}: {per_module} is {patterns!r:.80}, must map patterns to numbers; correct the file"
-            )
-        for name, value in ((key, config.get(key)), *((f"{per_module} {p!r:.80}", v) for p, v in patterns.items())):
-            if isinstance(value, bool) or not isinstance(value, int | float) or not _LEAST <= value < _MOST:
-                raise BridgeError(
-                    f"{file}: {name} is {value!r:.80}, must be a number from {_LEAST:g} to 2^31; correct the file"
-                )
-        for pattern in patterns:
-            if problem := pattern_problem(pattern):
-                raise BridgeError(
-                    f"{file}: {per_module} {pattern!r:.80} is not a regular expression: {problem}; correct the file"
-                )
-    for key, why in _REFUSED:
-        if config.get(key):
-            raise BridgeError(f"{file}: {key} is set: {why}; merge it into its base model with PEFT")
-    start = config.get("init_lora_weights")
-    if isinstance(start, str) and start.startswith(_OTHER_BASES):
+def _token_rows(module: str, values: np.ndarray, config: AdapterConfig) -> TokenRows:
+    """The rows of a module that are replaced, with their tokens."""
+    tokens = config.tokens(module)
+    listed = isinstance(tokens, list) and all(type(token) is int and token >= 0 for token in tokens)
+    if not listed or len(set(tokens)) != len(tokens):
         raise BridgeError(
-            f"{file}: init_lora_weights is {start!r}: it changed the base model's weights too; convert it to a plain "
-            "LoRA with PEFT's path_initial_model_for_weight_conversion"
+            f"{config.file}: the tokens of {module} are {tokens!r:.80}, must be different integers from 0; "
+            "correct the file"
         )
+    if values.ndim != 2 or len(values) != len(tokens):
+        raise BridgeError(
+            f"{config.file}: lists {len(tokens)} tokens of {module}, the adapter has rows {list(values.shape)}; "
+            "it is of another one"
+        )
+    return TokenRows(np.array(tokens, np.int64), values)
 
 
-def _change(module: str, parts: dict[str, np.ndarray], config: dict[str, Any], rs: bool, file: Path) -> LowRank:
-    """A module's change, in the orientation of its weight."""
+def _pair(module: str, parts: dict[str, np.ndarray], file: Path) -> tuple[np.ndarray, np.ndarray]:
+    """lora_A and lora_B of a module."""
     embedded = "lora_embedding_A" in parts or "lora_embedding_B" in parts
     names = ("lora_embedding_A", "lora_embedding_B") if embedded else ("lora_A", "lora_B")
     for name in names:
@@ -210,52 +262,64 @@ def _change(module: str, parts: dict[str, np.ndarray], config: dict[str, Any], r
             f"{file}: {module} has {names[0]} {list(a.shape)} and {names[1]} {list(b.shape)}; must be two matrices "
             "[r, in] and [out, r] of a linear layer"
         )
+    return a, b
+
+
+def layer_change(
+    module: str, parts: dict[str, np.ndarray], config: AdapterConfig, parameter: str | None = None
+) -> LowRank:
+    """A module's change, in the orientation of its weight; `parameter`: what config calls it, if not as the module."""
+    file, values = config.file.with_name(_WEIGHTS), config.values
+    a, b = _pair(module, parts, file)
     rank = int(a.shape[0])
-    expected = _by_pattern(config, "rank_pattern", module, config["r"], file)
+    expected = config.rank(parameter or module)
     if rank != expected:
         raise BridgeError(
             f"{file}: {module} has rank {rank}, adapter_config.json says {expected}; it is of another one"
         )
-    alpha = _by_pattern(config, "alpha_pattern", module, config["lora_alpha"], file)
+    embedded = "lora_embedding_A" in parts
     magnitude = parts.get("lora_magnitude_vector")
     if magnitude is not None and (embedded or magnitude.size != b.shape[0]):
         raise BridgeError(
             f"{file}: {module} has a magnitude vector {list(magnitude.shape)} that does not fit; the adapter is damaged"
         )
-    if magnitude is None and config.get("use_dora"):
+    if magnitude is None and values.get("use_dora"):
         raise BridgeError(f"{file}: {module} has no lora_magnitude_vector, but use_dora is set; it is incomplete")
     alike = 1
     if embedded:
         a, b = b.T, a.T
-    elif config.get("use_qalora"):
-        alike = _group_size(config, file)
+    elif values.get("use_qalora"):
+        alike = config.group_size()
         a = a * np.float32(a.shape[1] / alike)
     flat = None if magnitude is None else magnitude.reshape(-1)
-    scale = alpha / (math.sqrt(rank) if rs else rank)
-    most_a, most_b = (float(np.abs(matrix).max(initial=0)) for matrix in (a, b))
-    if scale * rank * max(most_a, 1) * most_b > _LARGEST:
-        raise BridgeError(
-            f"{file}: {module} has values of up to {most_a:.1e} and {most_b:.1e} in its two matrices, which the scale "
-            f"{scale:.1e} of adapter_config.json could bring beyond {_LARGEST:g}; lora_alpha, alpha_pattern or the "
-            "weights are damaged"
-        )
+    scale = _scale(module, parameter or module, a, b, config)
     return LowRank(np.ascontiguousarray(a), np.ascontiguousarray(b), scale, flat, alike)
 
 
-def _group_size(config: dict[str, Any], file: Path) -> int:
-    """The columns whose mean QA-LoRA reads."""
-    size = config.get("qalora_group_size")
-    if type(size) is not int or not 0 < size < _MOST:
+def expert_changes(
+    parameter: str, a: np.ndarray, b: np.ndarray, experts: int, crossed: bool, config: AdapterConfig
+) -> list[LowRank]:
+    """The change of each expert of a stack, whose rank has been checked.
+
+    crossed  whether PEFT took inputs for outputs, as it does with stacks of transposed matrices: the change is (b a)^T
+    """
+    scale = _scale(parameter, parameter, a[: len(a) // experts], b, config)
+    each = zip(a.reshape(experts, -1, a.shape[1]), b.reshape(len(b), -1, experts).transpose(2, 0, 1), strict=True)
+    return [
+        LowRank(np.ascontiguousarray(first), np.ascontiguousarray(second), scale)
+        for first, second in (((y.T, x.T) if crossed else (x, y)) for x, y in each)
+    ]
+
+
+def _scale(module: str, name: str, a: np.ndarray, b: np.ndarray, config: AdapterConfig) -> float:
+    """The scale of a product of two matrices; BridgeError where it could overflow."""
+    rank = len(a)
+    scale = config.scale(name, rank)
+    most_a, most_b = (float(np.abs(matrix).max(initial=0)) for matrix in (a, b))
+    if scale * rank * max(most_a, 1) * most_b > _LARGEST:
         raise BridgeError(
-            f"{file.parent / _CONFIG}: qalora_group_size is {size!r:.80}, must be an integer above 0 and below 2^31; "
-            "correct the file"
+            f"{config.file.with_name(_WEIGHTS)}: {module} has values of up to {most_a:.1e} and {most_b:.1e} in its two "
+            f"matrices, which the scale {scale:.1e} of adapter_config.json could bring beyond {_LARGEST:g}; "
+            "lora_alpha, alpha_pattern or the weights are damaged"
         )
-    return size
-
-
-def _by_pattern(config: dict[str, Any], key: str, module: str, default: float, file: Path) -> Any:
-    """The value of the first pattern that a module's name ends with, as PEFT compares them."""
-    source = f"{file.parent / _CONFIG}: {key}"
-    patterns = (config.get(key) or {}).items()
-    fitting = (value for pattern, value in patterns if matched("fullmatch", rf"(.*\.)?({pattern})", module, source))
-    return next(fitting, default)
+    return scale

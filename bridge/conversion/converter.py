@@ -13,9 +13,9 @@ from typing import Unpack
 
 from bridge.checkpoint import Checkpoint
 from bridge.checkpoint.adapter import read_adapter
-from bridge.checkpoint.merge import merge
 from bridge.conversion.calibrate_plan import measured_importance, quantize_planned
 from bridge.conversion.gguf_input.gguf_checkpoint import open_source
+from bridge.conversion.merging import merged
 from bridge.conversion.paths import default_path, files_of, layers_of, other_outputs, with_checkpoint
 from bridge.conversion.planning.checkpoint_outline import outline_of
 from bridge.conversion.planning.importance import Importance
@@ -107,9 +107,7 @@ def convert_as(
         checkpoint, options.config, needs_config=template is None,
         detect_lattice=options.detect_lattice if given_plan is None else given_plan.detect_lattice,
         by_family=bool(options.calibrate or adapter) or (given_plan is not None and not given_plan.by_gguf_names),
-    ) as ckpt:  # fmt: skip
-        if adapter is not None:
-            merge(ckpt, adapter)
+    ) as ckpt, merged(ckpt, adapter, template) as home:  # fmt: skip
         options = options.for_source(coded=bool(ckpt.modules))
         reads = with_checkpoint(reads, ckpt)
         check_all(path, reads)
@@ -145,7 +143,7 @@ def convert_as(
             notes += more
             if calibration.blocks is not None:
                 seconds = compiling.clock() - started
-                return Report([], seconds, str(checkpoint), ckpt.format, [], ckpt.nbytes, notes=notes, home=ckpt.home)
+                return Report([], seconds, str(checkpoint), ckpt.format, [], ckpt.nbytes, notes=notes, home=home)
         executor = Executor(planner.reader, importance, layers.layers if layers else {}, options.threads)
         chooses = given_plan is None and options.budget is None
         full_plan = with_scales(ckpt, plan)
@@ -174,7 +172,7 @@ def convert_as(
     blocks = layers.blocks if layers else []
     return Report(
         files, seconds, str(checkpoint), ckpt.format, [*results, *seen], ckpt.nbytes,
-        compile_seconds=compiled, notes=notes, home=ckpt.home, blocks=blocks,
+        compile_seconds=compiled, notes=notes, home=home, blocks=blocks,
     )  # fmt: skip
 
 

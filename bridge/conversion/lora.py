@@ -18,12 +18,13 @@ import gguf
 import numpy as np
 
 from bridge.checkpoint import Checkpoint
-from bridge.checkpoint.adapter import Adapter, LowRank, read_adapter
+from bridge.checkpoint.adapter import Adapter, LowRank, TokenRows, read_adapter
 from bridge.checkpoint.files.hub import open_by_name
+from bridge.conversion.adapter_experts import place_experts
 from bridge.conversion.paths import with_checkpoint
 from bridge.conversion.planning.checkpoint_outline import outline_of
 from bridge.conversion.planning.part_reader import PartReader
-from bridge.errors import BridgeError
+from bridge.errors import BridgeError, parameter
 from bridge.models.outline import OutlineTensor, Part, tied
 from bridge.system.options import checked
 from bridge.system.storage.files import disk_errors, put_in_place, sync_folder
@@ -54,7 +55,7 @@ def convert_lora(
 
     Returns the names of the tensors of the model that it changes. Raises BridgeError for an adapter that is damaged,
     of another model, or that llama.cpp cannot apply: DoRA, norms, biases, tied embeddings, and tokens that the base
-    model does not have.
+    model does not have. `convert` merges these.
     """
     path = Path(out)
     read = read_adapter(adapter)
@@ -65,9 +66,9 @@ def convert_lora(
         check_outputs([path], force, protected)
         outline = outline_of(ckpt, template=template)
         names = {*ckpt.tensors, *(f"{module}.weight" for module in ckpt.modules)}
-        pairs = _Pairs(ckpt, read.of(names), tied(outline.tensors)).of(outline.tensors)
+        pairs = _Pairs(ckpt, place_experts(read, outline.tensors).of(names), tied(outline.tensors)).of(outline.tensors)
         arch = outline.metadata["general.architecture"].value
-    _write(path, arch, read.alpha, pairs)
+    _write(path, arch, read.config.alpha, pairs)
     return list(pairs)
 
 
@@ -81,16 +82,24 @@ class _Pairs:
 
     def of(self, tensors: list[OutlineTensor]) -> dict[str, Pair]:
         """name of the tensor -> a and b; BridgeError if a change has no place."""
-        pairs = {t.name: pair for t in tensors if (pair := self._tensor(t)) is not None}
-        for name in (*self._adapter.changes, *self._adapter.saved):
+        factors = {t.name: t for t in tensors if t.name.endswith(".scale")}
+        pairs = {}
+        for tensor in tensors:
+            if (pair := self._tensor(tensor)) is not None:
+                a, b = pair
+                if (factor := factors.get(f"{tensor.name.removesuffix('.weight')}.scale")) is not None:
+                    (values,) = self._reader.floats(factor.parts[0])  # llama.cpp multiplies by it before the change
+                    b = b * values[:, None, None]
+                pairs[tensor.name] = a, b
+        for name in (*self._adapter.changes, *self._adapter.saved, *self._adapter.tokens):
             if name not in self._used:
                 raise self._refused(name, "has no tensor of its own in the GGUF")
         return pairs
 
     def _refused(self, name: str, why: str) -> BridgeError:
         return BridgeError(
-            f"{self._adapter.path}: {name} {why}; llama.cpp cannot apply this to a model: merge the adapter into its "
-            "base model with PEFT, and convert the result"
+            f"{self._adapter.path}: {name} {why}; llama.cpp cannot apply this to a model: convert the base checkpoint "
+            f"with {parameter('merge')} set to this folder"
         )
 
     def _tensor(self, tensor: OutlineTensor) -> Pair | None:
@@ -122,17 +131,21 @@ class _Pairs:
 
     def _scaled(self, change: LowRank, rank: int) -> Pair:
         """a and b for llama.cpp's scale alpha / rank."""
-        factor = change.scale * rank / self._adapter.alpha
+        factor = change.scale * rank / self._adapter.config.alpha
         return change.a, change.b if abs(factor - 1) < 1e-9 else change.b * np.float32(factor)
 
     def _part(self, part: Part, tensor: OutlineTensor) -> LowRank | None:
         """The change of a part, rows and columns as in the GGUF."""
-        change = self._adapter.changes.get(part.module)
-        saved = self._adapter.saved.get(part.source)
-        if change is None and saved is None:
+        stack = self._adapter.stacks.get(part.source)
+        if stack is not None and part.matrix is not None:
+            change = stack.matrices.get(part.matrix)
+        else:
+            change = self._adapter.changes.get(part.module)
+        saved, tokens = self._adapter.saved.get(part.source), self._adapter.tokens.get(part.module)
+        if change is None and saved is None and tokens is None:
             return None
         self._used |= {part.module, part.source}
-        if len(tensor.shape) == 1 or (part.change is not None and part.change != "conv1d"):
+        if len(tensor.shape) == 1 or not (part.change in (None, "conv1d") or stack is not None):
             raise self._refused(part.source, "is not a plain matrix of the GGUF")
         if change is not None and change.magnitude is not None:
             raise self._refused(part.module, "has rows of changed length (DoRA)")
@@ -144,9 +157,10 @@ class _Pairs:
             )
         if change is not None:
             change = replace(change, a=np.repeat(change.a, change.alike, axis=1), alike=1)
-        if saved is not None:
-            change = self._replaced(part, saved, change)
-        assert change is not None
+        if saved is not None or tokens is not None:
+            change = self._replaced(part, saved, tokens, change)
+        if change is None:
+            return None
         rows, columns = self._ckpt.refit(part.module)
         a, b = (
             change.a if columns is None else change.a * columns,
@@ -157,13 +171,17 @@ class _Pairs:
         b = b if part.rows is None else b[part.rows]
         return LowRank(np.ascontiguousarray(a), np.ascontiguousarray(b), change.scale)
 
-    def _replaced(self, part: Part, saved: np.ndarray, change: LowRank | None) -> LowRank:
-        """The full-rank difference between the adapter's saved matrix and the base's, plus the adapter's own update."""
+    def _replaced(
+        self, part: Part, saved: np.ndarray | None, tokens: TokenRows | None, change: LowRank | None
+    ) -> LowRank | None:
+        """The difference between the adapter's matrix, or its rows, and the base's, plus the adapter's own update."""
         shape = part.stored or part.shape
-        if len(saved) > shape[0] and saved.shape[1:] == shape[1:]:
-            raise self._refused(part.source, f"has {len(saved)} rows, the base model {shape[0]}: tokens were added")
-        if saved.shape != shape:
-            raise self._refused(part.source, f"has shape {list(saved.shape)}, the base model {list(shape)}")
+        count = max(len(saved) if saved is not None else 0, 1 + int(tokens.tokens.max()) if tokens is not None else 0)
+        columns = saved.shape[1:] if saved is not None else tokens.values.shape[1:] if tokens is not None else ()
+        if count > shape[0] and columns == shape[1:]:
+            raise self._refused(part.source, f"has {count} rows, the base model {shape[0]}: tokens were added")
+        if columns != shape[1:] or (saved is not None and saved.shape != shape):
+            raise self._refused(part.source, f"has shape {[count, *columns]}, the base model {list(shape)}")
         if part.module in self._ckpt.modules:
             base = self._ckpt.read_module(part.module).dequantize()
             for factor, axis in zip(self._ckpt.refit(part.module), (1, 0), strict=True):
@@ -171,7 +189,19 @@ class _Pairs:
         else:
             base = self._ckpt.read_float(part.source)
         base = base[: shape[0], : shape[1]]
-        a, b = np.eye(shape[1], dtype=np.float32), saved - base
+        values = (base if saved is None else saved).copy()
+        if tokens is not None:
+            if change is not None:
+                raise self._refused(part.source, "is changed by LoRA and by rows of tokens at once")
+            values[tokens.tokens] = tokens.values
+        difference = values - base
+        changed = difference.any(1).nonzero()[0]
+        if not len(changed):
+            return change
+        a, b = np.eye(shape[1], dtype=np.float32), difference
+        if len(changed) < shape[1]:  # a row of the matrix for each row of a
+            a, b = difference[changed], np.zeros((shape[0], len(changed)), np.float32)
+            b[changed, np.arange(len(changed))] = 1
         if change is not None:
             a, b = np.concatenate([a, change.a]), np.concatenate([b, np.float32(change.scale) * change.b], 1)
         return LowRank(a, b, 1.0)

@@ -304,6 +304,12 @@ def experts_with_gate_up(module: str) -> tuple[Row, ...]:
     )
 
 
+def stacked(module: str, *rows: Row) -> tuple[Row, ...]:
+    """Rows of experts' gate, up and down, or of up and down, with the stacks that transformers 5 has in memory."""
+    names = ("gate_up_proj[0/2]", "gate_up_proj[1/2]", "down_proj") if len(rows) == 3 else ("up_proj", "down_proj")
+    return tuple(replace(row, also=(*row.also, f"{module}.{name}")) for row, name in zip(rows, names, strict=True))
+
+
 def float_names(family: Family) -> set[str]:
     """The modules of a layer that are floats in every GGUF, by their names after the layer's number: "mlp.gate"."""
     names: dict[bool, set[str]] = {False: set(), True: set()}

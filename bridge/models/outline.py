@@ -7,9 +7,9 @@ the config and those that a template keeps.
 
 import math
 import reprlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 from gguf.gguf_writer import GGUFValue
@@ -108,6 +108,37 @@ def changed_shape(change: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape
 
 
+class Stack(NamedTuple):
+    """A matrix, or those of experts, under one of the names that a `Row` has for it.
+
+    name        of a linear layer, with * for an expert's number, or of a 3-D tensor of all experts
+    rows        of its matrices that are meant; None: all
+    matrix      the shape of a matrix, with all rows
+    transposed  whether its matrices are transposed in the file unless shapes tell otherwise
+    """
+
+    name: str
+    rows: np.ndarray | None
+    matrix: tuple[int, ...]
+    transposed: bool
+
+    @classmethod
+    def of(cls, source: str, shape: tuple[int, ...]) -> Self:
+        """The stack of a source without *, of which an expert has matrices of `shape`."""
+        name, _, share = source.rstrip("^").rstrip("]").partition("[")
+        if not share:
+            return cls(name, None, shape, source.endswith("^"))
+        which, of = map(int, share.replace("::", "/").split("/"))
+        rows = which + of * np.arange(shape[0]) if "::" in share else which * shape[0] + np.arange(shape[0])
+        return cls(name, rows, (of * shape[0], *shape[1:]), source.endswith("^"))
+
+    def transposed_in(self, shapes: Mapping[str, Sequence[int]]) -> bool | None:
+        """Whether its shape in the checkpoint is that of transposed matrices; None where it does not tell."""
+        if self.matrix[0] == self.matrix[1] or not shapes.get(self.name):
+            return None
+        return tuple(shapes[self.name][1:]) == self.matrix[::-1]
+
+
 @dataclass(frozen=True, eq=False)
 class ModelTensor:
     """One tensor of the GGUF, whatever its type.
@@ -151,9 +182,11 @@ class OutlineTensor(ModelTensor):
     """A tensor before types are chosen.
 
     fixed_type  the type it must have: F32 for norms, biases and routers, a template's own; None: to be chosen
+    stacks      all names that the family knows, where there are several, without their start in a larger model
     """
 
     fixed_type: str | None = None
+    stacks: tuple[Stack, ...] = ()
 
     @property
     def in_block(self) -> bool:

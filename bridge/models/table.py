@@ -3,7 +3,6 @@
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import chain, groupby, takewhile
-from typing import NamedTuple, Self
 
 import gguf
 import numpy as np
@@ -13,7 +12,7 @@ from bridge.errors import BridgeError
 from bridge.models.config.arguments import Arguments
 from bridge.models.config.rope import interleaved_rows
 from bridge.models.family import HEAD, Family, Row
-from bridge.models.outline import Fold, Outline, OutlineTensor, Part
+from bridge.models.outline import Fold, Outline, OutlineTensor, Part, Stack
 
 # buffers in old checkpoints that every runtime computes itself
 _BUFFERS = re.compile(r"(.*\.)?(rotary_emb\.(inv_freq|cos_cached|sin_cached)|attn\.(masked_)?bias|self_attn\.bias)$")
@@ -72,41 +71,11 @@ def _all_names(family: Family, args: Arguments, alternative: str) -> dict[str, b
     return names
 
 
-def _fused(source: str) -> tuple[str, ...]:
-    """What an expert's gate_proj or up_proj is in checkpoints that have both in one matrix, gate first."""
-    expert, _, name = source.rpartition(".")
-    half = {"gate_proj": "[0/2]", "up_proj": "[1/2]"}.get(name)
-    return (f"{expert}.gate_up_proj{half}",) if half else ()
-
-
-class _Stack(NamedTuple):
-    """Experts' matrices, in a 3-D tensor or with * for the number of each, as a `Row` names them.
-
-    rows        of its matrices that are meant; None: all
-    matrix      the shape of a matrix, with all rows
-    transposed  whether its matrices are transposed in the file unless shapes tell otherwise
-    """
-
-    name: str
-    rows: np.ndarray | None
-    matrix: tuple[int, ...]
-    transposed: bool
-
-    @classmethod
-    def of(cls, source: str, shape: tuple[int, ...]) -> Self:
-        """The stack of a source without *, of which an expert has matrices of `shape`."""
-        name, _, share = source.rstrip("^").rstrip("]").partition("[")
-        if not share:
-            return cls(name, None, shape, source.endswith("^"))
-        which, of = map(int, share.replace("::", "/").split("/"))
-        rows = which + of * np.arange(shape[0]) if "::" in share else which * shape[0] + np.arange(shape[0])
-        return cls(name, rows, (of * shape[0], *shape[1:]), source.endswith("^"))
-
-    def transposed_in(self, shapes: Mapping[str, Sequence[int]]) -> bool | None:
-        """Whether its shape in the checkpoint is that of transposed matrices; None where it does not tell."""
-        if self.matrix[0] == self.matrix[1] or not shapes.get(self.name):
-            return None
-        return tuple(shapes[self.name][1:]) == self.matrix[::-1]
+def _sources(row: Row) -> tuple[str, ...]:
+    """All names of a row's source: an expert's gate_proj or up_proj may be a half of one matrix of both, gate first."""
+    expert, _, name = row.source.rpartition(".")
+    half = {"gate_proj": "[0/2]", "up_proj": "[1/2]"}.get(name) if "*" in expert else None
+    return (row.source, *row.also, *([f"{expert}.gate_up_proj{half}"] if half else []))
 
 
 class _Filled:
@@ -172,7 +141,10 @@ class _Filled:
         name = f"{block}{row.name}" if row.name else self._name(source, "weight")
         if self.stored is not None and (row.optional or row.unless) and name not in self.stored:
             return
-        self._plan(name, (len(parts), *shape) if "*" in source else shape, parts, row.floats if not matrix else None)
+        several = "*" in source or (len(shape) == 2 and len(_sources(row)) > 1 and row.parts is None and not row.exact)
+        stacks = tuple(Stack.of(each.format(layer), shape) for each in _sources(row)) if several else ()
+        stored_shape = (len(parts), *shape) if "*" in source else shape
+        self._plan(name, stored_shape, parts, None if matrix else row.floats, stacks)
         if matrix and parts[0].matrix is None:
             modules = self.modules[source] = [part.module for part in parts]
             if row.columns_of:
@@ -202,9 +174,9 @@ class _Filled:
 
     def _parts(self, row: Row, layer: int, shape: tuple[int, ...]) -> tuple[Part, ...]:
         """The parts of a tensor, from the first of its sources that the checkpoint has."""
-        sources = [source.format(layer) for source in (row.source, *row.also)]
+        sources = [source.format(layer) for source in _sources(row)]
         if "*" in row.source:
-            for source in (*sources, *_fused(sources[0])):
+            for source in sources:
                 parts = self._experts(source, layer, shape)
                 if any(part.source in self.names for part in parts):
                     return parts
@@ -232,7 +204,7 @@ class _Filled:
     def _experts(self, source: str, layer: int, shape: tuple[int, ...]) -> tuple[Part, ...]:
         """One matrix of every expert, for each way in which a `Row` can name them."""
         count = self.sizes["experts"]
-        stack = _Stack.of(source, shape)
+        stack = Stack.of(source, shape)
         stored = None if stack.rows is None else stack.matrix
         if "*" in source:
             names = (f"{stack.name.replace('*', str(expert))}.weight" for expert in range(count))
@@ -244,18 +216,21 @@ class _Filled:
             Part(stack.name, shape, stack.rows, matrix=expert, stored=stored, change=change) for expert in range(count)
         )
 
-    def _stacks(self, layer: int) -> Iterator[_Stack]:
+    def _stacks(self, layer: int) -> Iterator[Stack]:
         """The stacked experts that a layer of the family may have."""
         for row in self.family.table:
             for source in row.also if "*" in row.source else ():
                 if "*" not in source:
-                    yield _Stack.of(source.format(layer), self._shape(row, layer))
+                    yield Stack.of(source.format(layer), self._shape(row, layer))
 
-    def _plan(self, name: str, shape: tuple[int, ...], parts: tuple[Part, ...], type: str | None) -> None:
+    def _plan(
+        self, name: str, shape: tuple[int, ...], parts: tuple[Part, ...], type: str | None,
+        stacks: tuple[Stack, ...] = (),
+    ) -> None:  # fmt: skip
         for part in parts:
             self._use(part.source)
         fixed = type or ("F32" if len(shape) == 1 else None)
-        self.tensors.append(OutlineTensor(name, shape, parts, fixed_type=fixed))
+        self.tensors.append(OutlineTensor(name, shape, parts, fixed_type=fixed, stacks=stacks))
 
     def _use(self, source: str) -> None:
         """Note that a tensor of the checkpoint is used; BridgeError if it is missing."""

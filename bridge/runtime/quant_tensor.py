@@ -38,7 +38,8 @@ class QuantTensor(Product):
     """One tensor: `name`, `type` as gguf spells it, `shape` slowest first ([out, in]), `raw` uint8 bytes.
 
     `factors`, where there are any, multiply the whole of it, or each of its matrices: NVFP4 has them.
-    `change`, where there is one, is added to a matrix: b a for float32 a [r, in] and b [out, r] of an adapter (LoRA).
+    `change`, where there is one, is added to a matrix: b a for float32 a [r, in] and b [out, r] of an adapter (LoRA);
+    of stacks, to each matrix.
     """
 
     def __init__(self, name: str, type: str, shape: tuple[int, ...], raw: np.ndarray):
@@ -110,6 +111,8 @@ class QuantTensor(Product):
             matrix = QuantTensor(f"{self.name}[{index}]", self.type, self.shape[1:], part)
             if self.factors is not None:
                 matrix.factors = self.factors[index : index + 1] if len(self.factors) > 1 else self.factors
+            if self.change is not None:
+                matrix.change = self.change[0][index], self.change[1][index]
             self._matrices[index] = matrix
         return matrix
 

@@ -223,16 +223,23 @@ def test_names_of_a_whole_state_dict_are_read(tmp_path: Path) -> None:
     adapter = read_adapter(folder)
     assert list(adapter.changes) == [O_PROJ]
     assert adapter.saved[NORM].tolist() == [1.5] * 256
-    stored[f"base_model.model.{NORM}"] = tensors[NORM]
+    stored[f"base_model.model.{NORM}"] = tensors[NORM]  # PEFT has it so where tokens were added
     save_file(stored, folder / "adapter_model.safetensors")
-    with pytest.raises(BridgeError, match=f"holds {NORM} under two names"):
+    assert read_adapter(folder).saved[NORM].tolist() == [1.5] * 256
+    stored[f"base_model.model.{NORM}"] = np.ones(256, np.float32)
+    save_file(stored, folder / "adapter_model.safetensors")
+    with pytest.raises(BridgeError, match=f"holds {NORM} under two names with different values"):
         read_adapter(folder)
 
 
 REFUSED = {
     "another shape": (low_rank({Q: (256, 128)}), {}, r"q_proj\.weight is of shape \[256, 128\], the base checkpoint"),
     "a layer that is missing": (low_rank({"model.layers.9.self_attn.q_proj": (256, 256)}), {}, "changes model.layers"),
-    "added tokens": ({f"{EMBEDDINGS}.weight": np.ones((2050, 256), np.float32)}, {}, r"is of shape \[2050, 256\]"),
+    "added tokens of the embeddings alone": (
+        {f"{EMBEDDINGS}.weight": np.ones((2050, 256), np.float32)},
+        {},
+        r"embed_tokens\.weight has 2050 tokens with the adapter, lm_head\.weight 2048",
+    ),
 }
 
 

@@ -15,10 +15,12 @@ from bridge.cli import main
 from bridge.errors import BridgeError
 from bridge.runtime.config.config_reader import read_config
 from bridge.runtime.decoder.decoder import Decoder
+from bridge.runtime.decoder.numpy_machine import NumpyMachine
 from bridge.runtime.layers.lora import add_adapter
 from bridge.runtime.reader import open_gguf
 from tests.conftest import CHECKPOINT
 from tests.support.adapters import Arrays, low_rank, write_adapter
+from tests.support.family_models import copy_tokenizer, new_model, randomized
 from tests.support.tiny_gguf import write_decoder
 
 TOKENS = [5, 9, 20, 11, 3, 7]
@@ -166,14 +168,51 @@ def test_embeddings_that_are_also_the_head_are_not_changed(tmp_path: Path) -> No
     tied = open_gguf(write_decoder(tmp_path / "tied.gguf", tied=True))
     tensors = {"token_embd.weight.lora_a": np.ones((32, 3), np.float32),
                "token_embd.weight.lora_b": np.ones((32, 3), np.float32)}  # fmt: skip
-    with pytest.raises(BridgeError, match=r"is also the model's head; .*merge the adapter"):
+    with pytest.raises(BridgeError, match=r"is also the model's head; .*convert the base checkpoint with merge"):
         add_adapter(tied, open_gguf(write_lora(tmp_path / "lora.gguf", tensors)))
 
 
-def test_experts_are_not_changed(base: Path, tmp_path: Path) -> None:
+EXPERTS = {"ffn_gate_exps": (4, 32, 32), "ffn_up_exps": (4, 32, 32), "ffn_down_exps": (4, 32, 32)}
+
+
+@pytest.mark.parametrize("type", ["F32", "Q8_0"])
+def test_experts_are_changed_one_by_one(type: str, tmp_path: Path) -> None:
+    """In prompts, in steps, and in the machine made of NumPy; those of blocks run as one table without an adapter."""
+    pytest.importorskip("transformers")
+    model = randomized(new_model("glm4-moe", moe_intermediate_size=32, num_hidden_layers=2))
+    model.save_pretrained(tmp_path / "model", save_original_format=True)
+    bridge.convert(copy_tokenizer(tmp_path / "model"), tmp_path / "base.gguf", tensor_types=[(".*", type)])
+    rng, stored, changes = np.random.default_rng(0), Arrays(), Arrays()
+    for name, (experts, out, columns) in EXPERTS.items():
+        tensor = f"blk.1.{name}.weight"
+        a, b = rng.normal(size=(experts, 3, columns)) / 6, rng.normal(size=(experts, out, 3))
+        stored |= {f"{tensor}.lora_a": a.astype(np.float32), f"{tensor}.lora_b": b.astype(np.float32)}
+        changes[tensor] = 2 * (b @ a)
+    lora = write_lora(tmp_path / "lora.gguf", stored, arch="glm4moe")
+    adapted, plain = decoder(tmp_path / "base.gguf", lora), decoder(tmp_path / "base.gguf")
+    scores = adapted.scores(TOKENS, len(TOKENS))
+    assert np.abs(scores - plain.scores(TOKENS, len(TOKENS))).max() > 0.1
+    bridge.convert(tmp_path / "base.gguf", tmp_path / "floats.gguf", tensor_types=[(".*", "F32")])
+    of_merged = decoder(merge(tmp_path / "floats.gguf", changes)).scores(TOKENS, len(TOKENS))
+    np.testing.assert_allclose(scores, of_merged, rtol=1e-3, atol=1e-3)
+    machine = NumpyMachine(adapted.weights, adapted.config, 32)
+    np.testing.assert_allclose(machine.logits(machine.read(TOKENS)), scores, rtol=1e-3, atol=1e-3)
+    adapted.prepare()
+    adapted.cache.length = 0
+    for token in TOKENS:
+        one = adapted.next_scores(token)
+    np.testing.assert_allclose(one, scores[-1], rtol=1e-3, atol=1e-3)
+
+
+def test_a_change_of_other_experts_is_refused(base: Path, tmp_path: Path) -> None:
     file = open_gguf(base)
     file["blk.0.ffn_up.weight"].shape = (2, 16, 32)
-    with pytest.raises(BridgeError, match=r"ffn_up\.weight, which is of experts"):
+    name = "blk.0.ffn_up.weight"
+    for experts, out, message in ((3, 16, r"\[3, 16, 32\], the model has \[2, 16, 32\]"), (2, 8, r"\[2, 8, 32\]")):
+        pair = {f"{name}.lora_a": np.ones((experts, 3, 32), "f4"), f"{name}.lora_b": np.ones((experts, out, 3), "f4")}
+        with pytest.raises(BridgeError, match=rf"is a change of shape {message}"):
+            add_adapter(file, open_gguf(write_lora(tmp_path / "lora.gguf", pair)))
+    with pytest.raises(BridgeError, match="which do not multiply"):
         add_adapter(file, open_gguf(write_lora(tmp_path / "lora.gguf", pairs({"blk.0.ffn_up": (32, 32)}))))
 
 

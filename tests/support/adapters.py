@@ -33,6 +33,26 @@ def low_rank(shapes: Mapping[str, tuple[int, int]], r: int = 4, seed: int = 0) -
     return found
 
 
+def of_stacks(
+    stacks: Mapping[str, tuple[int, int, int]], r: int = 4, transposed: bool = False, seed: int = 0
+) -> tuple[Arrays, Arrays]:
+    """lora_A and lora_B of the stacks of a module, in the order in which the model has them, and the products.
+
+    PEFT wraps the module once for each, the first innermost; `transposed`: whether the model says that they are.
+    """
+    rng = np.random.default_rng(seed)
+    tensors, products = {}, {}
+    for depth, (name, (experts, first, second)) in enumerate(reversed(stacks.items())):
+        columns, out = (first, second) if transposed else (second, first)
+        a = (rng.normal(size=(experts * r, columns)) / columns**0.5).astype(np.float32)
+        b = (0.3 * rng.normal(size=(out, r * experts))).astype(np.float32)
+        wrapper = name.rpartition(".")[0] + depth * ".base_layer"
+        tensors |= {f"{wrapper}.lora_A.weight": a, f"{wrapper}.lora_B.weight": b}
+        each = a.reshape(experts, r, columns), b.reshape(out, r, experts)
+        products[name] = np.einsum("eri,ore->eio" if transposed else "eri,ore->eoi", *each)
+    return tensors, products
+
+
 def merged(weights: Mapping[str, np.ndarray], tensors: Mapping[str, np.ndarray], scale: float) -> Arrays:
     """The weights with W + scale * B A, in float64."""
     found = dict(weights)

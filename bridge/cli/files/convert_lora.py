@@ -11,8 +11,8 @@ from bridge.system.progress import say
 _DESCRIPTION = """\
 Write a PEFT adapter (LoRA) as a GGUF for the file that convert makes of its base
 checkpoint, which may be quantized: rows and columns are in that file's order. llama.cpp
-applies changes of matrices only: DoRA, norms and new tokens are refused, and so are tied
-embeddings. Merge such an adapter into its base model with PEFT, and convert the result.
+applies changes of matrices only: DoRA, norms and added tokens are refused, and so are tied
+embeddings; convert --merge merges such an adapter into its base.
 """
 
 

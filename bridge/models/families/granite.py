@@ -25,6 +25,7 @@ from bridge.models.family import (
     decoder,
     in_layers,
     pre_norm_attention,
+    stacked,
 )
 from bridge.models.outline import Part
 
@@ -66,9 +67,12 @@ def has_shared(args: Arguments) -> bool:
 _MOE = "block_sparse_moe"
 _STACKED = (
     Row(f"{_MOE}.router.layer", "experts hidden", floats="F32"),
-    Row(f"{_MOE}.experts.*.w1", "expert hidden", (f"{_MOE}.input_linear.weight[0/2]",)),
-    Row(f"{_MOE}.experts.*.w3", "expert hidden", (f"{_MOE}.input_linear.weight[1/2]",)),
-    Row(f"{_MOE}.experts.*.w2", "hidden expert", (f"{_MOE}.output_linear.weight",)),
+    *stacked(
+        f"{_MOE}.experts",
+        Row(f"{_MOE}.experts.*.w1", "expert hidden", (f"{_MOE}.input_linear.weight[0/2]",)),
+        Row(f"{_MOE}.experts.*.w3", "expert hidden", (f"{_MOE}.input_linear.weight[1/2]",)),
+        Row(f"{_MOE}.experts.*.w2", "hidden expert", (f"{_MOE}.output_linear.weight",)),
+    ),
     Row("shared_mlp.input_linear", "shared hidden", parts=_half(0), when=has_shared, name="ffn_gate_shexp.weight"),
     Row("shared_mlp.input_linear", "shared hidden", parts=_half(1), when=has_shared, name="ffn_up_shexp.weight"),
     Row("shared_mlp.output_linear", "hidden shared", when=has_shared),

@@ -16,6 +16,7 @@ from bridge.models.family import (
     in_layers,
     other_layers,
     required,
+    stacked,
 )
 
 
@@ -96,7 +97,7 @@ JAMBA = Family(
         Row("pre_ff_layernorm", "hidden"),
         *in_layers(other_layers(_chooses), *gated_mlp("feed_forward", "inner")),
         Row("feed_forward.router", "experts hidden", floats="F32", layers=_chooses),
-        *in_layers(_chooses, *gated_mlp("feed_forward.experts.*", "expert")),
+        *in_layers(_chooses, *stacked("feed_forward.experts", *gated_mlp("feed_forward.experts.*", "expert"))),
         norm=Row("model.final_layernorm", "hidden"),
     ),
 )  # fmt: skip

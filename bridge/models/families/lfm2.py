@@ -10,7 +10,7 @@ from typing import Any
 from bridge.models.config.arguments import Arguments
 from bridge.models.config.gguf_keys import Computed, Constant, Key, StoredKeys
 from bridge.models.config.model_config import Config
-from bridge.models.family import Expected, Family, Row, decoder, in_layers, networks
+from bridge.models.family import Expected, Family, Row, decoder, in_layers, networks, stacked
 
 
 def _adjusted(config: Config, args: Arguments) -> dict[str, int]:
@@ -97,10 +97,10 @@ LFM2_MOE = replace(
         *networks(
             _network("feed_forward", "inner"),
             Row("feed_forward.gate", "experts hidden", floats="F32"),
-            *(
+            *stacked("feed_forward.experts", *(
                 replace(row, name=f"ffn_{part}_exps.weight")
                 for row, part in zip(_network("feed_forward.experts.*", "expert"), ("gate", "up", "down"), strict=True)
-            ),
+            )),
             Row("feed_forward.expert_bias", "experts", exact=True, name="exp_probs_b.bias"),
         ),
         norm=_NORM,

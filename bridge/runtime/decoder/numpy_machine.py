@@ -59,8 +59,7 @@ class NumpyMachine:
 
     def _matrix(self, matrix: QuantTensor) -> np.ndarray:
         if id(matrix) not in self._dense:
-            values = matrix.dequantize() if matrix.change is None else matrix.dequantize() + _changed(matrix)
-            self._dense[id(matrix)] = values
+            self._dense[id(matrix)] = matrix.dequantize()
         return self._dense[id(matrix)]
 
     def _product(self, matrix: QuantTensor, x: np.ndarray) -> np.ndarray:
@@ -333,10 +332,3 @@ def _unit(x: np.ndarray) -> np.ndarray:
 def _sigmoid(x: np.ndarray) -> np.ndarray:
     with np.errstate(over="ignore"):
         return np.float32(1) / (np.float32(1) + np.exp(-x))
-
-
-def _changed(matrix: QuantTensor) -> np.ndarray:
-    """What an adapter adds to a matrix."""
-    assert matrix.change is not None
-    a, b = matrix.change
-    return b @ a

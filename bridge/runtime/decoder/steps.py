@@ -154,7 +154,8 @@ class Steps:
     def mix(self, experts: Experts, x: np.ndarray, y: np.ndarray, routed: np.ndarray | None = None) -> None:
         """y = the experts' result for x; `routed`: what the router reads, if that is not x."""
         assert self._experts is not None
-        if all(self.multiplies(matrix) for network in experts.networks for matrix in network if matrix is not None):
+        matrices = [matrix for network in experts.networks for matrix in network if matrix is not None]
+        if all(matrix.change is None and self.multiplies(matrix) for matrix in matrices):
             self._experts.add(experts, x, y, routed)
         else:
             self._then(partial(self._in_python, partial(self._mix, experts), x, y, routed))

@@ -4,6 +4,7 @@
     adapter.type          "lora"               adapter.lora.alpha       float32
     NAME.lora_a           [r, in]              NAME.lora_b              [out, r]       y += scale * b (a x)
     token_embd.weight.lora_a  [vocab, r]       token_embd.weight.lora_b [hidden, r]    x += scale * b a[token]
+    of experts [experts, r, in]                [experts, out, r]                       for each expert
 
 scale = alpha / r, or 1 if alpha is 0, as in llama.cpp. The products are of float32, also where the model's own round
 activations to 8 bits. A token costs the model's time and 2 r (in + out) operations a matrix; a layer's table of calls
@@ -12,7 +13,7 @@ ends at each of these matrices.
 
 import numpy as np
 
-from bridge.errors import BridgeError
+from bridge.errors import BridgeError, parameter
 from bridge.runtime.quant_tensor import QuantTensor
 from bridge.runtime.reader import GGUFFile
 
@@ -23,7 +24,7 @@ def add_adapter(file: GGUFFile, adapter: GGUFFile) -> None:
     """Set `change` of the tensors that an adapter changes.
 
     Raises BridgeError for a file that is not a LoRA, one of another model, and for changes that cannot be applied: of
-    experts, vectors, and embeddings that are also the head.
+    vectors, and of embeddings that are also the head.
     """
     alpha = _checked_alpha(file, adapter)
     names: dict[str, None] = {}
@@ -43,14 +44,15 @@ def add_adapter(file: GGUFFile, adapter: GGUFFile) -> None:
         a, b = pair[0].dequantize(), pair[1].dequantize()
         if not (np.isfinite(a).all() and np.isfinite(b).all()):
             raise BridgeError(f"{adapter.path}: {name} has values that are not finite; convert the adapter again")
-        if a.ndim != 2 or b.ndim != 2 or a.shape[name == _EMBEDDINGS] != b.shape[1]:
+        stack = len(file[name].shape) == 3
+        if not a.ndim == b.ndim == 2 + stack or a.shape[-1 if name == _EMBEDDINGS else -2] != b.shape[-1]:
             shapes = f"{list(a.shape)} and {list(b.shape)}"
             raise BridgeError(f"{adapter.path}: {name} has matrices of {shapes}, which do not multiply")
-        scale = np.float32(alpha / b.shape[1] if alpha else 1.0)
+        scale = np.float32(alpha / b.shape[-1] if alpha else 1.0)
         if name == _EMBEDDINGS:
             a, b = b.T, a
-        if (len(b), a.shape[1]) != file[name].shape:
-            change, shape = [len(b), a.shape[1]], list(file[name].shape)
+        change, shape = [*b.shape[:-1], a.shape[-1]], list(file[name].shape)
+        if change != shape or a.shape[:-2] != b.shape[:-2]:
             raise _of_another(file, adapter, f"{name} is a change of shape {change}, the model has {shape}")
         file[name].change = np.ascontiguousarray(a), scale * b
 
@@ -72,17 +74,15 @@ def _checked_alpha(file: GGUFFile, adapter: GGUFFile) -> float:
 
 def _check_changeable(file: GGUFFile, adapter: GGUFFile, tensor: QuantTensor) -> None:
     """BridgeError for a tensor of the model that cannot be changed here."""
-    if len(tensor.shape) == 3:
-        why = "is of experts"
-    elif len(tensor.shape) != 2:
+    if len(tensor.shape) not in (2, 3):
         why = "is not a matrix"
     elif tensor.name == _EMBEDDINGS and "output.weight" not in file:
         why = "is also the model's head"
     else:
         return
     raise BridgeError(
-        f"{adapter.path}: changes {tensor.name}, which {why}; this cannot be applied: merge the adapter into its base "
-        "model with PEFT, and convert the result"
+        f"{adapter.path}: changes {tensor.name}, which {why}; this cannot be applied: convert the base checkpoint with "
+        f"{parameter('merge')} set to the PEFT adapter"
     )
 
 
