@@ -142,6 +142,11 @@ class Family:
     alternative    a part of the names, of several that a row knows (`Row.also`), that its checkpoints have
     of_parts       `alternative` in a model of several parts, with `unstacked`
     unstacked      whether the experts that its float checkpoints have in stacks are modules in quantized ones
+    drafter        whether its models guess tokens for another one: they have config.json of their own alone
+    needs_target   whether the tokenizer, and some keys, are those of the model that it guesses for
+    nested         the key of config.json that may hold the keys of its layers
+    starts         beginnings of names in some checkpoints -> what the table has for them
+    ignored        beginnings of names of tensors that llama.cpp's graph computes without
     """
 
     titles: tuple[str, ...]
@@ -172,6 +177,11 @@ class Family:
     alternative: str = ""
     of_parts: str = ""
     unstacked: bool = False
+    drafter: bool = False
+    needs_target: bool = False
+    nested: str = ""
+    starts: Mapping[str, str] = field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
     named_as: str = ""
 
     @property

@@ -21,7 +21,9 @@ from bridge.gguf_file.tensor_names import block_of, without_block
 # where a tensor comes from; "scale": what multiplies a tensor of NVFP4, a tensor of its own
 Origin = Literal["checkpoint", "config", "template", "scale"]
 FRAMES = ("frame 0", "frame 1")
-CHANGES = ("transposed", "conv1d", "squeezed", "scalar", "patches", "+1", "-exp", "softplus", *FRAMES)
+CHANGES = (
+    "transposed", "conv1d", "squeezed", "scalar", "patches", "+1", "-exp", "softplus", "targets", *FRAMES
+)  # fmt: skip
 
 COLOURS = 3
 
@@ -42,6 +44,7 @@ class Part:
              one dropped; "+1", one added; "-exp", minus e to the power of it: the result is floats, whatever it was.
              "frame 0", "frame 1": filters of one of two frames, of [out, in, frames, height, width].
              "softplus": log(1 + e to the power of it). "scalar": one number as a vector, which may be infinite.
+             "targets": whole numbers, each counted from its own place, as numbers that are counted from 0.
              "patches": [out, side * side * colours] as filters [out, colours, side, side].
              "conv1d": transposed where it is floats, for quantizers turn such layers into linear ones
     """

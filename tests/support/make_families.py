@@ -23,6 +23,7 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
+from tests.support.drafter_models import DRAFTERS, write_config
 from tests.support.family_models import MODELS, PUBLISHED_AS, TEMPLATES, copy_tokenizer, new_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,8 +44,13 @@ def values_of(name: str, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def stored_values_of(name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """`values_of`; of DeepSeek V4 also its experts of 4-bit floats and its table of experts."""
+    """`values_of`; of DeepSeek V4 also its experts of 4-bit floats and its table of experts, of EAGLE-3 the tokens
+    of the head."""
     numbers = np.arange(np.prod(shape), dtype=np.int64) * 7919 + zlib.crc32(name.encode())
+    if name == "d2t":  # every third token
+        return 2 * np.arange(shape[0])
+    if name == "t2d":
+        return np.arange(shape[0]) % 3 == 0
     if name.endswith("tid2eid"):
         return (numbers % 4).reshape(shape)
     if name.endswith(".scale") and DEEPSEEK4S_EXPERT.search(f"{name.removesuffix('scale')}weight"):
@@ -134,6 +140,13 @@ def as_deepseek4(folder: Path, shapes: dict[str, tuple[int, ...]]) -> dict[str, 
 
 def save_checkpoint(name: str, folder: Path) -> dict[str, tuple[int, ...]]:
     """A checkpoint of a family's names and shapes with made-up values; returns the shapes."""
+    if name in DRAFTERS:
+        model = DRAFTERS[name]
+        write_config(folder, model.config)
+        weights = {key: stored_values_of(key, shape) for key, shape in model.shapes.items()}
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+        copy_tokenizer(folder)
+        return model.shapes
     name, with_mtp = name.removesuffix(MTP), name.endswith(MTP)
     new_model(name).save_pretrained(folder, save_original_format=True)
     text = (folder / "config.json").read_text()
@@ -170,7 +183,7 @@ def main(llama_cpp: Path, names: list[str]) -> None:
 
     TextModel.get_vocab_base_pre = lambda self, tokenizer: "llama-bpe"
     GOLDENS.mkdir(exist_ok=True)
-    for name in names or [*((MODELS | TEMPLATES).keys() - UNKNOWN), *(f"{name}{MTP}" for name in PREDICTING)]:
+    for name in names or [*((MODELS | TEMPLATES | DRAFTERS).keys() - UNKNOWN), *(f"{name}{MTP}" for name in PREDICTING)]:
         with tempfile.TemporaryDirectory() as where, torch.inference_mode():
             folder, out = Path(where) / "model", Path(where) / "out.gguf"
             shapes = save_checkpoint(name, folder)
@@ -182,7 +195,10 @@ def main(llama_cpp: Path, names: list[str]) -> None:
             kind.no_mtp = not name.endswith(MTP)  # layers that predict further tokens at once
             kind.set_vocab = TextModel._set_vocab_gpt2  # what the tokenizer is, whatever the family usually has
             floats = gguf.LlamaFileType.MOSTLY_F16 if name in TEMPLATES else gguf.LlamaFileType.ALL_F32
-            kind(folder, floats, out).write()
+            of = {}
+            if name in DRAFTERS and (target := DRAFTERS[name].target) is not None:
+                of["target_model_dir"] = write_config(Path(where) / "target", target)
+            kind(folder, floats, out, **of).write()
             if name in TEMPLATES:
                 (GOLDENS / f"{name}.gguf.xz").write_bytes(lzma.compress(out.read_bytes()))
                 continue

@@ -1,0 +1,85 @@
+"""Small drafters: models that guess tokens for another one. A config.json, and the names and shapes of a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+class DrafterModel(NamedTuple):
+    """config.json and tensors of a drafter, and config.json of the model that it guesses for (None: it needs none)."""
+
+    config: dict[str, Any]
+    shapes: Shapes
+    target: dict[str, Any] | None = None
+
+
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+_LLAMA = {
+    "model_type": "llama", "vocab_size": 2048, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+    "hidden_act": "silu",
+}  # fmt: skip
+TARGET = {"architectures": ["LlamaForCausalLM"], **_LLAMA, "num_hidden_layers": 8, "tie_word_embeddings": False}
+
+
+def layer_shapes(layer: str, hidden: int = 32, read: int = 64, q: int = 32, kv: int = 16, inner: int = 64) -> Shapes:
+    """A layer whose attention reads `read` values, under the name of the layer."""
+    matrices = {
+        "self_attn.q_proj": (q, read), "self_attn.k_proj": (kv, read), "self_attn.v_proj": (kv, read),
+        "self_attn.o_proj": (hidden, q), "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }  # fmt: skip
+    norms = dict.fromkeys(("input_layernorm", "post_attention_layernorm"), (hidden,))
+    return {f"{layer}.{name}.weight": shape for name, shape in (matrices | norms).items()}
+
+
+def _eagle(layer: str, target_hidden: int = 32, draft: int = 512, vocab: int = 2048) -> Shapes:
+    return {
+        "fc.weight": (32, 3 * target_hidden), "norm.weight": (32,), f"{layer}.hidden_norm.weight": (32,),
+        **layer_shapes(layer), "lm_head.weight": (draft, 32), "d2t": (draft,), "t2d": (vocab,),
+    }  # fmt: skip
+
+
+_SPECULATOR = {
+    "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", "draft_vocab_size": 512,
+    "norm_before_residual": True, "target_hidden_size": None,
+    "transformer_layer_config": {
+        **_LLAMA, "num_hidden_layers": 1, "head_dim": 8, "attention_bias": False, "rope_scaling": LLAMA3,
+    },
+}  # fmt: skip
+
+DRAFTERS = {
+    "eagle3": DrafterModel(
+        {"architectures": ["LlamaForCausalLMEagle3"], **_LLAMA, "num_hidden_layers": 1, "draft_vocab_size": 512},
+        _eagle("midlayer"), TARGET,
+    ),
+    "eagle3-speculator": DrafterModel(
+        _SPECULATOR, _eagle("layers.0", 48) | {"embed_tokens.weight": (2048, 32)},
+        {**TARGET, "hidden_size": 48, "num_attention_heads": 6},
+    ),
+    # of all tokens, without a table, with a norm of the states, and other layers
+    "eagle3-whole": DrafterModel(
+        {
+            "architectures": ["LlamaForCausalLM"], **_LLAMA, "num_hidden_layers": 1, "draft_vocab_size": 2048,
+            "norm_before_fc": True, "eagle_aux_hidden_state_layer_ids": [1, 3, 8],
+        },
+        {
+            name: shape for name, shape in _eagle("midlayer", draft=2048).items() if name not in ("d2t", "t2d")
+        } | {"input_norm.weight": (96,)},
+        {"architectures": ["LlavaForConditionalGeneration"], "text_config": TARGET},
+    ),
+}  # fmt: skip
+
+
+def write_config(folder: Path, config: dict[str, Any]) -> Path:
+    """A folder with this config.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
