@@ -47,6 +47,41 @@ def _eagle(layer: str, target_hidden: int = 32, draft: int = 512, vocab: int = 2
     }  # fmt: skip
 
 
+def _gemma4(name: str, backbone: int, local: int) -> tuple[dict[str, Any], Shapes]:
+    """An assistant of so many local layers and a global one; the second kind as files before transformers 5 name it."""
+    kind = "gemma4" if name == "Gemma4" else "gemma4_unified"
+    layers = local + 1
+    text = {
+        "model_type": f"{kind}_text", "vocab_size": 2048, "hidden_size": 32, "intermediate_size": 64,
+        "num_hidden_layers": layers, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "global_head_dim": 32, "layer_types": [*local * ["sliding_attention"], "full_attention"], "sliding_window": 32,
+        "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "num_kv_shared_layers": layers,
+        "max_position_embeddings": 256, "rms_norm_eps": 1e-6, "hidden_activation": "gelu_pytorch_tanh",
+        "rope_parameters": {
+            "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"},
+            "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+        },
+        "final_logit_softcapping": None, "tie_word_embeddings": True, "use_bidirectional_attention": None,
+        "attention_bias": False,
+    }  # fmt: skip
+    if kind == "gemma4_unified":
+        text |= {"num_global_key_value_heads": 1, "attention_k_eq_v": True, "moe_intermediate_size": None}
+    config = {
+        "architectures": [f"{name}AssistantForCausalLM"], "model_type": f"{kind}_assistant", "text_config": text,
+        "backbone_hidden_size": backbone, "use_ordered_embeddings": True, "num_centroids": 64,
+        "centroid_intermediate_top_k": 4, "tie_word_embeddings": True,
+    }  # fmt: skip
+    shapes: Shapes = {"model.embed_tokens.weight": (2048, 32), "model.norm.weight": (32,)}
+    for number in range(layers):
+        layer, size = f"model.layers.{number}", 16 if number < local else 32
+        own = layer_shapes(layer, read=32, q=4 * size)
+        own |= {f"{layer}.{place}_feedforward_layernorm.weight": (32,) for place in ("pre", "post")}
+        own |= {f"{layer}.self_attn.q_norm.weight": (size,), f"{layer}.layer_scalar": (1,)}
+        shapes |= {name: shape for name, shape in own.items() if not name.endswith(("k_proj.weight", "v_proj.weight"))}
+    shapes |= {"pre_projection.weight": (32, 2 * backbone), "post_projection.weight": (backbone, 32)}
+    return config, shapes | {"masked_embedding.centroids.weight": (64, 32), "masked_embedding.token_ordering": (2048,)}
+
+
 _SPECULATOR = {
     "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", "draft_vocab_size": 512,
     "norm_before_residual": True, "target_hidden_size": None,
@@ -75,6 +110,8 @@ DRAFTERS = {
         } | {"input_norm.weight": (96,)},
         {"architectures": ["LlavaForConditionalGeneration"], "text_config": TARGET},
     ),
+    "gemma4-assistant": DrafterModel(*_gemma4("Gemma4", 48, 3)),
+    "gemma4-unified-assistant": DrafterModel(*_gemma4("Gemma4Unified", 64, 1)),
 }  # fmt: skip
 
 

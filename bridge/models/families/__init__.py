@@ -12,6 +12,7 @@ from bridge.models.families.falcon_h1 import FALCON_H1
 from bridge.models.families.gemma import GEMMA2, GEMMA3
 from bridge.models.families.gemma3n import GEMMA3N
 from bridge.models.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
+from bridge.models.families.gemma4_assistant import GEMMA4_ASSISTANT, GEMMA4_UNIFIED_ASSISTANT
 from bridge.models.families.glm4 import DOTS1, GLM4, GLM4_MOE, GLM4V_MOE, SOLAR_OPEN
 from bridge.models.families.gpt2 import GPT2
 from bridge.models.families.gpt_oss import GPT_OSS
@@ -40,4 +41,5 @@ ALL = (
     ERNIE4_5, ERNIE4_5_MOE, GRANITE_MOE, LFM2, LFM2_MOE, HUNYUAN, HUNYUAN_MOE, MINIMAX_M2, MINIMAX_M3,
     GLM4_MOE_LITE, GLM4V_MOE, GRANITE_HYBRID, NEMOTRON_H_MOE, NEMOTRON_H, MAMBA2, JAMBA, FALCON_H1, DEEPSEEK32,
     GLM5, APERTUS, DEEPSEEK4, SOLAR_OPEN, DOTS1, GEMMA4_UNIFIED,
+    GEMMA4_ASSISTANT, GEMMA4_UNIFIED_ASSISTANT,
 )  # fmt: skip
