@@ -29,6 +29,8 @@ from bridge.runtime.config.decoder_config import DecoderConfig
 from bridge.runtime.decoder.decoder import Decoder
 from bridge.runtime.decoder.prediction import PredictionHead
 from bridge.runtime.decoder.shared import SharedDecoder
+from bridge.runtime.drafters.drafter import Drafter
+from bridge.runtime.drafters.opened import open_drafter
 from bridge.runtime.layers.lora import add_adapter
 from bridge.runtime.reader import GGUFFile, open_gguf
 from bridge.runtime.replies.batch import MAX_BATCH, Batch
@@ -36,7 +38,7 @@ from bridge.runtime.replies.continuations import continuation_scores
 from bridge.runtime.replies.drawing import Timing, reply_tokens, run_batch
 from bridge.runtime.replies.generation import ScoredToken, scored, stop_texts, until
 from bridge.runtime.replies.scoring import Pooler, TokenScorer
-from bridge.runtime.replies.speculation import Drafter, check_decoder, drafter_for
+from bridge.runtime.replies.speculation import check_decoder, drafter_for
 from bridge.runtime.sampling import ReplyKeywords, Sampler
 from bridge.runtime.tokenizer import Tokenizer
 from bridge.system.operands import check_precision
@@ -66,6 +68,7 @@ class Model:
         self.timing = Timing()
         self._file = file
         self._template = ChatTemplate(file.metadata, file.path)
+        self._drafters: dict[Path, Drafter] = {}  # the last one in use
         self._shared = SharedDecoder(file, self.config, self.context, kv, precision, device)
         if len(self.tokenizer) > self._decoder.vocab:
             raise BridgeError(
@@ -268,7 +271,7 @@ class Model:
     @checked
     def generate(
         self, prompt: str | Sequence[int], max_tokens: int = 256, stop: str | Sequence[str] | None = (),
-        draft: "str | Model | None" = None, **sampling: Unpack[ReplyKeywords],
+        draft: "str | Path | Model | None" = None, **sampling: Unpack[ReplyKeywords],
     ) -> Iterator[str]:  # fmt: skip
         """Continue a text, piece by piece as tokens come; pieces are whole characters.
 
@@ -291,7 +294,7 @@ class Model:
 
     @checked
     def generate_tokens(
-        self, prompt: str | Sequence[int], max_tokens: int = 256, draft: "str | Model | None" = None,
+        self, prompt: str | Sequence[int], max_tokens: int = 256, draft: "str | Path | Model | None" = None,
         **sampling: Unpack[ReplyKeywords],
     ) -> Iterator[int]:  # fmt: skip
         """As `generate`, in token ids; without the end token."""
@@ -300,7 +303,7 @@ class Model:
     @checked
     def generate_scored(
         self, prompt: str | Sequence[int], max_tokens: int = 256, logprobs: int = 0,
-        stop: str | Sequence[str] | None = (), draft: "str | Model | None" = None, **sampling: Unpack[ReplyKeywords],
+        stop: str | Sequence[str] | None = (), draft: "str | Path | Model | None" = None, **sampling: Unpack[ReplyKeywords],
     ) -> Iterator[ScoredToken]:  # fmt: skip
         """As `generate`, token by token with the log-probability of each, and of the `logprobs` most likely ones.
 
@@ -367,7 +370,7 @@ class Model:
     def chat(
         self, messages: Sequence[Mapping[str, Any]], max_tokens: int = 256,
         template_options: Mapping[str, Any] | None = None, stop: str | Sequence[str] | None = (),
-        draft: "str | Model | None" = None, **sampling: Unpack[ReplyKeywords],
+        draft: "str | Path | Model | None" = None, **sampling: Unpack[ReplyKeywords],
     ) -> Iterator[str]:  # fmt: skip
         """The model's reply to [{"role": "user", "content": ...}, ...], by the file's own chat template.
 
@@ -454,3 +457,12 @@ class Model:
     def prediction_head(self) -> PredictionHead:
         """The layer that predicts a token further (MTP); BridgeError where the file has none."""
         return self._shared.prediction_head()
+
+    def drafter(self, path: str | Path) -> Drafter:
+        """What guesses tokens by a drafter's GGUF, opened when it is first asked for; BridgeError where it does not fit."""
+        with self._shared.lock:
+            path = Path(path)
+            if path not in self._drafters:
+                head = open_drafter(path, self._decoder, self.tokenizer)
+                self._drafters = {path: head.drafter()}
+            return self._drafters[path]

@@ -96,8 +96,8 @@ DRAFTERS = {
         _eagle("midlayer"), TARGET,
     ),
     "eagle3-speculator": DrafterModel(
-        _SPECULATOR, _eagle("layers.0", 48) | {"embed_tokens.weight": (2048, 32)},
-        {**TARGET, "hidden_size": 48, "num_attention_heads": 6},
+        _SPECULATOR, _eagle("layers.0", 64) | {"embed_tokens.weight": (2048, 32)},
+        {**TARGET, "hidden_size": 64, "num_attention_heads": 8},
     ),
     # of all tokens, without a table, with a norm of the states, and other layers
     "eagle3-whole": DrafterModel(

@@ -99,7 +99,8 @@ def add_sampling(p: argparse.ArgumentParser) -> None:
     further(p).add_argument(
         "--draft", metavar="ngram|mtp|FILE.gguf",
         help="what guesses tokens, for the same reply sooner: ngram (what followed the last tokens before), mtp (the "
-        "file's own layer for that), or a smaller model of the same vocabulary",
+        "file's own layer for that), a drafter made for the model (EAGLE-3, DFlash, Gemma 4's assistants), or a smaller "
+        "model of the same vocabulary",
     )  # fmt: skip
     add_options(p, "sampling", Sampling)
 
@@ -163,7 +164,13 @@ def _draft(a: argparse.Namespace) -> Any:
         return None
     from bridge.runtime.replies.speculation import NAMES
 
-    return a.draft if a.draft in NAMES else load(a, a.draft, a.context)
+    if a.draft in NAMES:
+        return a.draft
+    from bridge.gguf_file.reader import read_gguf
+    from bridge.runtime.drafters.draft_file import is_drafter
+
+    path = _gguf_path(a.draft)
+    return path if is_drafter(read_gguf(path).metadata) else load(a, path, a.context)
 
 
 def model_parser(commands: Any, name: str, handler: Any, description: str | None = None) -> argparse.ArgumentParser:
@@ -201,15 +208,20 @@ def add_loading(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
+def _gguf_path(path: str | Path) -> str | Path:
+    """The file of a path, or of a name on the Hub or in Ollama."""
+    if str(path).endswith(".gguf"):
+        return path
+    from bridge.checkpoint.files.hub import resolve_gguf  # the import takes time
+
+    return resolve_gguf(path)
+
+
 def load(a: argparse.Namespace, path: str | Path, context: int | None, lora: Path | None = None) -> Any:
     say(f"loading {path}")
     from bridge.runtime.model import Model
 
-    if not str(path).endswith(".gguf"):  # a name on the Hub, or Ollama's of a file; the import takes time
-        from bridge.checkpoint.files.hub import resolve_gguf
-
-        path = resolve_gguf(path)
-    model = Model.load(path, a.threads, a.kv, context, a.precision, a.device, a.load, lora, numa=a.numa)
+    model = Model.load(_gguf_path(path), a.threads, a.kv, context, a.precision, a.device, a.load, lora, numa=a.numa)
     if model.note:
         tell(model.note)
     if model.context > model.config.context:

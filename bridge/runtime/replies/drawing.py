@@ -34,8 +34,8 @@ def reply_tokens(
         if drafter is None:
             drawn = decoder.draw(prompt, sampler, cached)
         else:
-            reached = decoder.cache.reach(drafter.begin(prompt, cached))
-            cached = timing.kept_tokens = drafter.begin(prompt, reached)
+            reached = decoder.cache.reach(drafter.begin(prompt, cached, decoder.cache))
+            cached = timing.kept_tokens = drafter.begin(prompt, reached, decoder.cache)
             timing.speculation = Speculation(drafter, prompt)
             drawn = drawn_with(timing.speculation, decoder, prompt, sampler, cached)
         drawn = shared.in_turn(drawn)

@@ -1,0 +1,292 @@
+"""Drafters: what they compute, and that replies are the same with their guesses."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+import bridge
+from bridge.cli import main
+from bridge.errors import BridgeError
+from bridge.runtime.drafters.attention import KeysAndValues
+from bridge.runtime.model import Model
+from tests.support.drafter_models import DRAFTERS, LLAMA3, DrafterModel, Shapes, layer_shapes, write_config
+from tests.support.encode import load_floats
+from tests.support.family_models import copy_tokenizer
+from tests.support.make_families import stored_values_of
+
+TOKENS = np.random.default_rng(1).integers(0, 2048, 60).tolist()
+
+
+def random_weights(shapes: Shapes, seed: int = 0) -> dict[str, np.ndarray]:
+    """Weights that keep the size of what they multiply."""
+    rng = np.random.default_rng(seed)
+    weights = {}
+    for name, shape in shapes.items():
+        values = rng.normal(1, 0.1, shape) if len(shape) == 1 else rng.normal(0, shape[-1] ** -0.5, shape)
+        weights[name] = values.astype(np.float32)
+    weights |= {name: stored_values_of(name, shapes[name]) for name in ("d2t", "t2d") if name in shapes}
+    return weights
+
+
+def save(folder: Path, config: dict[str, Any], weights: dict[str, np.ndarray]) -> Path:
+    write_config(folder, config)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def llama_shapes(config: dict[str, Any]) -> Shapes:
+    hidden, vocab, inner = config["hidden_size"], config["vocab_size"], config["intermediate_size"]
+    shapes: Shapes = {"model.embed_tokens.weight": (vocab, hidden), "lm_head.weight": (vocab, hidden)}
+    for i in range(config["num_hidden_layers"]):
+        head = hidden // config["num_attention_heads"]
+        kv = config["num_key_value_heads"] * head
+        shapes |= layer_shapes(f"model.layers.{i}", hidden, hidden, hidden, kv, inner)
+    return {**shapes, "model.norm.weight": (hidden,)}
+
+
+def converted(folder: Path, type: str, **options: Any) -> Path:
+    out = folder.parent / f"{folder.name}-{type}.gguf"
+    bridge.convert(folder, out, tensor_types=[(".*weight", type)], **options)
+    return out
+
+
+class Pair:
+    """A model and a drafter for it, as checkpoints and as GGUFs."""
+
+    def __init__(self, name: str, folder: Path):
+        self.drafter = DRAFTERS[name]
+        target = self.drafter.target or {}
+        target = target.get("text_config", target)
+        self.target_folder = save(folder / "target", target, random_weights(llama_shapes(target), 1))
+        copy_tokenizer(self.target_folder)
+        self.folder = save(folder / name, self.drafter.config, random_weights(self.drafter.shapes, 2))
+        self.of = {"target_model": self.target_folder} if self.drafter.target else {}
+        self.model, self.file = (converted(path, "Q8_0", **of) for path, of in self._both)
+        self.exact_model, self.exact_file = (converted(path, "F32", **of) for path, of in self._both)
+
+    @property
+    def _both(self) -> list[tuple[Path, dict[str, Any]]]:
+        return [(self.target_folder, {}), (self.folder, self.of)]
+
+
+@pytest.fixture(scope="module", params=[name for name in DRAFTERS if name.startswith("eagle3")])
+def eagle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return Pair(request.param, tmp_path_factory.mktemp("eagle"))
+
+
+def rms(x: np.ndarray, weight: np.ndarray, eps: float = 1e-5) -> np.ndarray:
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
+
+
+def turned_halves(x: np.ndarray, base: float, factors: np.ndarray) -> np.ndarray:
+    """[n, heads, dim] turned as transformers does, position by position."""
+    half = x.shape[-1] // 2
+    angles = np.arange(len(x))[:, None] * base ** (-np.arange(half) / half) / factors
+    cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
+    a, b = x[..., :half], x[..., half:]
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+def llama3_factors(dim: int, base: float, rules: dict[str, Any]) -> np.ndarray:
+    lengths = 2 * np.pi * base ** (np.arange(0, dim, 2) / dim)
+    low, high, factor = rules["low_freq_factor"], rules["high_freq_factor"], rules["factor"]
+    turns = rules["original_max_position_embeddings"] / lengths
+    share = np.clip((turns - low) / (high - low), 0, 1)
+    return 1 / ((1 - share) / factor + share)
+
+
+def causal_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float) -> np.ndarray:
+    """[n, heads, dim] and [n, kv, dim] -> [n, heads * dim]."""
+    share = q.shape[1] // k.shape[1]
+    scores = np.einsum("nhd,phd->hnp", q, np.repeat(k, share, 1)) * scale
+    scores = np.where(np.tri(len(q), dtype=bool), scores, -np.inf)
+    shares = np.exp(scores - scores.max(-1, keepdims=True))
+    return np.einsum("hnp,phd->nhd", shares / shares.sum(-1, keepdims=True), np.repeat(v, share, 1)).reshape(len(q), -1)
+
+
+def eagle_reference(drafter: DrafterModel, weights: dict[str, np.ndarray], embedding: np.ndarray, head: np.ndarray,
+                    states: np.ndarray, tokens: list[int]) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    """h and the logits of all pairs, from the checkpoint's weights alone: states [n, 3 hidden] before token i + 1."""
+    config = {**drafter.config, **drafter.config.get("transformer_layer_config", {})}
+    layer = next(name for name in weights if name.endswith("q_proj.weight")).partition(".self_attn")[0]
+    w = {name.removeprefix(f"{layer}."): value.astype(np.float64) for name, value in weights.items()}
+    heads, dim = config["num_attention_heads"], 8
+    if config.get("norm_before_fc"):
+        states = rms(states, w["input_norm.weight"])
+    g = states @ w["fc.weight"].T
+    normed = rms(g, w["hidden_norm.weight"])
+    x = np.concatenate([rms(embedding[tokens], w["input_layernorm.weight"]), normed], axis=1)
+    q, k, v = (x @ w[f"self_attn.{n}_proj.weight"].T for n in "qkv")
+    base, rules = config["rope_theta"], config.get("rope_scaling")
+    factors = llama3_factors(dim, base, rules) if rules else np.ones(dim // 2)
+    q, k = (turned_halves(a.reshape(len(x), -1, dim), base, factors) for a in (q, k))
+    mixed = causal_attention(q, k, v.reshape(len(x), -1, dim), dim**-0.5) @ w["self_attn.o_proj.weight"].T
+    x = mixed + (normed if config.get("norm_before_residual") else g)
+    read = rms(x, w["post_attention_layernorm.weight"])
+    gate = read @ w["mlp.gate_proj.weight"].T
+    h = x + (gate / (1 + np.exp(-gate)) * (read @ w["mlp.up_proj.weight"].T)) @ w["mlp.down_proj.weight"].T
+    assert q.shape[1] == heads
+    return h, rms(h, w["norm.weight"]) @ head.T
+
+
+def target_states(folder: Path, tokens: list[int]) -> list[np.ndarray]:
+    """The model's states before each of its layers, and after the last, by transformers."""
+    torch = pytest.importorskip("torch")
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    states: list[np.ndarray] = []
+    hooks = [layer.register_forward_pre_hook(lambda _, given: states.append(given[0][0].numpy().copy()))
+             for layer in model.model.layers]  # fmt: skip
+    hooks.append(model.model.norm.register_forward_pre_hook(lambda _, given: states.append(given[0][0].numpy().copy())))
+    with torch.no_grad():
+        model(torch.tensor([tokens]))
+    for hook in hooks:
+        hook.remove()
+    return states
+
+
+def test_an_eagle_head_computes_what_the_formula_says_of_the_models_states(eagle: Pair) -> None:
+    """The states are those of transformers' model before its layers."""
+    model = Model.load(eagle.exact_model, precision="f32", kv="f32", context=64)
+    drafter: Any = model.drafter(eagle.exact_file)
+    head = drafter._head
+    states = target_states(eagle.target_folder, TOKENS)
+    layers = head.file.target_layers()
+    expected_states = np.concatenate([states[layer] for layer in layers], axis=1)
+    model._decoder.cache.length = 0
+    model._decoder.run(TOKENS, len(TOKENS))
+    np.testing.assert_allclose(model._decoder.tapped, expected_states, atol=2e-4)
+
+    weights, target = load_floats(eagle.folder), load_floats(eagle.target_folder)
+    embedding = weights.get("embed_tokens.weight", target["model.embed_tokens.weight"])
+    h, logits = eagle_reference(
+        eagle.drafter, weights, embedding, weights["lm_head.weight"], expected_states[:-1].astype(np.float64), TOKENS[1:]
+    )
+    stored = KeysAndValues(head.heads, 64)
+    for start, stop in ((0, 20), (20, 23), (23, 24), (24, len(TOKENS) - 1)):
+        g = head.fused(expected_states[start:stop])
+        got = head.states(g, TOKENS[start + 1 : stop + 1], start, stored)
+        np.testing.assert_allclose(got, h[start:stop], atol=5e-4)
+        np.testing.assert_allclose(head.logits(got), logits[start:stop], atol=2e-3)
+        row = int(logits[stop - 1].argmax())
+        assert head.guess(got) == (3 * row if "d2t" in weights else row)
+
+
+@pytest.mark.parametrize("kv", ["f16", "q8_0"])
+def test_the_reply_with_an_eagle_head_is_the_one_without(eagle: Pair, kv: str) -> None:
+    model = Model.load(eagle.model, context=128, kv=kv)
+    for prompt in (TOKENS[:20], TOKENS[:25], [*TOKENS[:10], *TOKENS[30:]], TOKENS[:1]):
+        plain = list(model.generate_tokens(prompt, 40, temperature=0))
+        assert list(model.generate_tokens(prompt, 40, temperature=0, draft=eagle.file)) == plain
+        assert model.timing.speculation is not None
+        assert model.timing.speculation.drafted > 3
+        sampled = list(model.generate_tokens(prompt, 40, seed=1))
+        assert list(model.generate_tokens(prompt, 40, seed=1, draft=str(eagle.file))) == sampled
+
+
+def successors(rng: np.random.Generator) -> np.ndarray:
+    """The token that follows each, where one alone decides: a permutation."""
+    return rng.permutation(2048)
+
+
+def bigram_model(folder: Path, config: dict[str, Any], follows: np.ndarray) -> dict[str, np.ndarray]:
+    """A model whose layers do nothing, and whose head names the successor of each token; its weights."""
+    weights = {name: np.zeros(shape, np.float32) for name, shape in llama_shapes(config).items()}
+    weights["model.embed_tokens.weight"] = np.random.default_rng(3).normal(0, 1, (2048, 64)).astype(np.float32)
+    weights["lm_head.weight"][follows] = weights["model.embed_tokens.weight"]
+    for name in weights:
+        if weights[name].ndim == 1:
+            weights[name] += 1
+    copy_tokenizer(save(folder, config, weights))
+    return weights
+
+
+def eagle_of_bigrams(folder: Path, config: dict[str, Any], weights: dict[str, np.ndarray]) -> Path:
+    """A head without output matrix of its own that attends to its token alone, and so finds the same successors."""
+    one, nothing = np.eye(64, dtype=np.float32), np.zeros((64, 64), np.float32)
+    sharp = np.concatenate([4 * one, nothing], axis=1)
+    head = {"fc.weight": np.zeros((64, 192)), "norm.weight": np.ones(64), "midlayer.hidden_norm.weight": np.zeros(64)}
+    head |= {f"midlayer.self_attn.{name}_proj.weight": sharp for name in "qkv"}
+    head |= {"midlayer.self_attn.o_proj.weight": one, "embed_tokens.weight": weights["model.embed_tokens.weight"]}
+    head |= {f"midlayer.mlp.{name}_proj.weight": np.zeros((64, 64)) for name in ("gate", "up", "down")}
+    head |= {f"midlayer.{name}_layernorm.weight": np.ones(64) for name in ("input", "post_attention")}
+    own = {**config, "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": 2048}
+    arrays = {name: np.ascontiguousarray(values, np.float32) for name, values in head.items()}
+    return save(folder, {**own, "norm_before_residual": True}, arrays)
+
+
+BIGRAMS = {
+    **DRAFTERS["eagle3"].target, "hidden_size": 64, "num_attention_heads": 1, "num_key_value_heads": 1,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def bigrams(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A model whose every token decides the next, and an EAGLE-3 head that knows it."""
+    folder = tmp_path_factory.mktemp("bigrams")
+    weights = bigram_model(folder / "target", BIGRAMS, successors(np.random.default_rng(4)))
+    head = eagle_of_bigrams(folder / "head", BIGRAMS, weights)
+    return converted(folder / "target", "Q8_0"), converted(head, "Q8_0", target_model=folder / "target")
+
+
+def test_a_head_that_computes_what_the_model_does_is_right(bigrams: tuple[Path, Path]) -> None:
+    """After prompts that share a start, too, of which the head keeps its part."""
+    model = Model.load(bigrams[0], context=128)
+    for prompt in (TOKENS[:20], [*TOKENS[:20], 7, 8, 9], TOKENS[:10], TOKENS[:1]):
+        plain = list(model.generate_tokens(prompt, 60, temperature=0))
+        assert list(model.generate_tokens(prompt, 60, temperature=0, draft=bigrams[1])) == plain
+        speculation: Any = model.timing.speculation
+        assert speculation.accepted > 40
+        assert speculation.accepted >= speculation.drafted - 5  # guessed beyond the end
+
+
+def test_the_command_line_says_how_many_guesses_were_right(
+    bigrams: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["run", str(bigrams[0]), "--draft", str(bigrams[1]), "-p", "a", "-n", "40", "--temperature", "0"]
+    assert main(command) == 0
+    err = capsys.readouterr().err
+    drafted = [int(n) for n in re.findall(r"(\d+) of (\d+) guesses right", err)[0]]
+    assert drafted[0] > 25
+
+
+def renamed(path: Path, out: Path, **keys: Any) -> Path:
+    """A GGUF with other values of its metadata."""
+    bridge.edit(path, out, metadata=keys)
+    return out
+
+
+def test_a_drafter_of_another_model_is_refused(bigrams: tuple[Path, Path], eagle: Pair, tmp_path: Path) -> None:
+    model = Model.load(bigrams[0], context=64)
+    hidden = eagle.drafter.target or {}
+    if hidden.get("text_config", hidden)["hidden_size"] != 64:
+        with pytest.raises(BridgeError, match=r"draft=.*is of another model: it reads states of 96 elements, the model's"):
+            list(model.generate_tokens([1], 4, draft=eagle.file))
+
+
+def test_a_drafter_with_another_vocabulary_is_refused(bigrams: tuple[Path, Path], tmp_path: Path) -> None:
+    folder = copy_tokenizer(write_config(tmp_path / "target", BIGRAMS))
+    text = (folder / "tokenizer.json").read_text(encoding="utf-8")
+    (folder / "tokenizer.json").write_text(text.replace("KING", "QUEEN"), encoding="utf-8")
+    head = eagle_of_bigrams(tmp_path / "head", BIGRAMS, {"model.embed_tokens.weight": np.zeros((2048, 64))})
+    other = converted(head, "Q8_0", target_model=folder)
+    with pytest.raises(BridgeError, match=r"is of another model: token \d+ is '.*' there, '.*' in its file"):
+        list(Model.load(bigrams[0], context=64).generate_tokens([1], 4, draft=other))
+
+
+def test_a_drafter_is_no_model_and_a_model_no_drafter(bigrams: tuple[Path, Path]) -> None:
+    with pytest.raises(BridgeError, match=r"is a drafter \(eagle3\), which only guesses tokens for another model"):
+        Model.load(bigrams[1])
+    model = Model.load(bigrams[0], context=64)
+    with pytest.raises(BridgeError, match="is a llama model, no drafter: load it"):
+        list(model.generate_tokens([1], 4, draft=bigrams[0]))
+    with pytest.raises(BridgeError, match="unknown draft 'none.gguf': choose ngram, mtp, a drafter's GGUF, or another"):
+        list(model.generate_tokens([1], 4, draft="none.gguf"))
