@@ -18,8 +18,11 @@ from bridge.runtime.drafters.attention import KeysAndValues
 from bridge.runtime.model import Model
 from tests.support.drafter_models import DRAFTERS, LLAMA3, DrafterModel, Shapes, layer_shapes, write_config
 from tests.support.encode import load_floats
-from tests.support.family_models import copy_tokenizer
+from tests.support.family_models import copy_tokenizer, new_model, randomized
 from tests.support.make_families import stored_values_of
+
+pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
 
 TOKENS = np.random.default_rng(1).integers(0, 2048, 60).tolist()
 
@@ -290,3 +293,101 @@ def test_a_drafter_is_no_model_and_a_model_no_drafter(bigrams: tuple[Path, Path]
         list(model.generate_tokens([1], 4, draft=bigrams[0]))
     with pytest.raises(BridgeError, match="unknown draft 'none.gguf': choose ngram, mtp, a drafter's GGUF, or another"):
         list(model.generate_tokens([1], 4, draft="none.gguf"))
+
+
+class Gemma:
+    """A Gemma 4 and an assistant for it, both by transformers."""
+
+    def __init__(self, name: str, folder: Path):
+        import torch
+        from transformers import AutoConfig
+
+        torch.manual_seed(0)
+        self.target = randomized(new_model("gemma4" if name == "gemma4-assistant" else "gemma4-dense", hidden_size=64))
+        self.target.save_pretrained(folder / "target")
+        copy_tokenizer(folder / "target")
+        write_config(folder / name, DRAFTERS[name].config)
+        kind = AutoConfig.from_pretrained(folder / name)
+        self.assistant = randomized(getattr(transformers, DRAFTERS[name].config["architectures"][0])(kind))
+        self.assistant.config.use_ordered_embeddings = False  # which llama.cpp's graph does not have either
+        self.assistant.save_pretrained(folder / name)
+        copy_tokenizer(folder / name)
+        self.model, self.file = (converted(folder / part, "Q8_0") for part in ("target", name))
+        self.exact_model, self.exact_file = (converted(folder / part, "F32") for part in ("target", name))
+
+    def guesses(self, tokens: list[int], count: int) -> tuple[np.ndarray, dict[bool, Any], list[np.ndarray]]:
+        """What transformers' assistant reads after tokens, of which the model has read all but the last: the state,
+        keys and values with a window and without. And its logits of so many guesses."""
+        import torch
+
+        with torch.no_grad():
+            out = self.target.model(torch.tensor([tokens[:-1]]), return_shared_kv_states=True)
+            state, token, at = out.last_hidden_state[:, -1:], tokens[-1], torch.tensor([[len(tokens) - 1]])
+            shared, first = dict(out.shared_kv_states), state[0].numpy()
+            logits = []
+            for _ in range(count):
+                embedded = self.target.get_input_embeddings()(torch.tensor([[token]]))
+                made = self.assistant(
+                    inputs_embeds=torch.cat([embedded, state], dim=-1), position_ids=at, shared_kv_states=shared
+                )
+                state, token = made.last_hidden_state, int(made.logits[0, -1].argmax())
+                logits.append(made.logits[0, -1].numpy())
+        read = {kind == "sliding_attention": [part[0].numpy() for part in parts] for kind, parts in shared.items()}
+        return first, read, logits
+
+
+@pytest.fixture(scope="module", params=["gemma4-assistant", "gemma4-unified-assistant"])
+def gemma(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Gemma:
+    return Gemma(request.param, tmp_path_factory.mktemp("gemma"))
+
+
+def test_an_assistant_computes_what_transformers_assistant_does(gemma: Gemma) -> None:
+    """Within the window, where all agree on what it sees."""
+    model = Model.load(gemma.exact_model, precision="f32", context=64)
+    drafter: Any = model.drafter(gemma.exact_file)
+    state, read, logits = gemma.guesses(TOKENS[:29], 4)
+    for local, parts in read.items():
+        drafter._stored[local].store(0, *(part.transpose(1, 0, 2) for part in parts))
+    token = TOKENS[28]
+    for row in logits:
+        state, got = drafter._head.step(state, token, drafter._stored, 28)
+        token = int(row.argmax())
+        np.testing.assert_allclose(got, row, atol=1e-4)
+
+
+@pytest.mark.parametrize(("kv", "near"), [("f32", 5e-3), ("f16", 1e-2), ("q8_0", 0.3)])
+def test_an_assistant_reads_the_models_keys_and_values(gemma: Gemma, kv: str, near: float) -> None:
+    """As they are in its cache, also those that take the place of others after wrong guesses."""
+    model = Model.load(gemma.exact_model, precision="f32", kv=kv, context=64)
+    drafter: Any = model.drafter(gemma.exact_file)
+    decoder, tokens = model._decoder, TOKENS[:29]
+    _, read, logits = gemma.guesses(tokens, 4)
+    decoder.cache.length = 0
+    drafter.begin(tokens, 0, decoder.cache)
+    drafter.read(22, decoder.run([*tokens[:20], 7, 8, 9], 1), None)
+    drafter.propose([*tokens[:20], 7, 8, 9, 10], 1)
+    decoder.cache.length = 20
+    drafter.read(20, decoder.run(tokens[20:-1], 8), None)
+    guesses = drafter.propose(tokens, 4)
+    assert guesses == [int(row.argmax()) for row in logits] or kv != "f32"
+    for local, parts in read.items():
+        stored = drafter._stored[local]
+        for got, expected in zip((stored.keys, stored.values), parts, strict=True):
+            np.testing.assert_allclose(got[:, :28], expected, atol=near)
+
+
+@pytest.mark.parametrize("kv", ["f16", "q8_0"])
+def test_the_reply_with_an_assistant_is_the_one_without(gemma: Gemma, kv: str) -> None:
+    """Beyond the window too."""
+    model = Model.load(gemma.model, context=128, kv=kv)
+    for prompt in (TOKENS[:20], TOKENS[:25], [*TOKENS[:10], *TOKENS[30:]], TOKENS[:1]):
+        plain = list(model.generate_tokens(prompt, 40, temperature=0))
+        assert list(model.generate_tokens(prompt, 40, temperature=0, draft=gemma.file)) == plain
+        speculation: Any = model.timing.speculation
+        assert speculation.drafted > 3
+
+
+def test_an_assistant_of_another_model_is_refused(gemma: Gemma, bigrams: tuple[Path, Path]) -> None:
+    model = Model.load(bigrams[0], context=64)
+    with pytest.raises(BridgeError, match=r"is of another model: no layer of it has keys of 16 elements for layer 0"):
+        list(model.generate_tokens([1], 4, draft=gemma.file))

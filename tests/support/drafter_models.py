@@ -110,7 +110,7 @@ DRAFTERS = {
         } | {"input_norm.weight": (96,)},
         {"architectures": ["LlavaForConditionalGeneration"], "text_config": TARGET},
     ),
-    "gemma4-assistant": DrafterModel(*_gemma4("Gemma4", 48, 3)),
+    "gemma4-assistant": DrafterModel(*_gemma4("Gemma4", 64, 3)),
     "gemma4-unified-assistant": DrafterModel(*_gemma4("Gemma4Unified", 64, 1)),
 }  # fmt: skip
 

@@ -164,7 +164,7 @@ def drawn_with(
     for start in parts:  # what a drafter reads of a long prompt is not held together
         part = tokens[start : start + parts.step]
         states = decoder.run(part, len(part) if drafter.reads_states else 1)
-        drafter.read(start, states, tapped_by(decoder))
+        drafter.read(start + len(part) - len(states), states, tapped_by(decoder))
     rows = decoder.logits(states[-1:])
     while True:
         for row in rows:
