@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,8 @@ from bridge.cli import main
 from bridge.errors import BridgeError
 from bridge.runtime.drafters.attention import KeysAndValues
 from bridge.runtime.model import Model
+from bridge.runtime.replies import speculation
+from scripts.peers.llama.llama_drafts import reply
 from tests.support.drafter_models import DRAFTERS, LLAMA3, DrafterModel, Shapes, layer_shapes, write_config
 from tests.support.encode import load_floats
 from tests.support.family_models import copy_tokenizer, new_model, randomized
@@ -246,9 +249,39 @@ def test_a_head_that_computes_what_the_model_does_is_right(bigrams: tuple[Path, 
     for prompt in (TOKENS[:20], [*TOKENS[:20], 7, 8, 9], TOKENS[:10], TOKENS[:1]):
         plain = list(model.generate_tokens(prompt, 60, temperature=0))
         assert list(model.generate_tokens(prompt, 60, temperature=0, draft=bigrams[1])) == plain
-        speculation: Any = model.timing.speculation
-        assert speculation.accepted > 40
-        assert speculation.accepted >= speculation.drafted - 5  # guessed beyond the end
+        made: Any = model.timing.speculation
+        assert made.accepted > 40
+        assert made.accepted >= made.drafted - 5  # guessed beyond the end
+
+
+def guessed_three_at_a_time(model: Model, drafter: Path, prompt: list[int], count: int) -> tuple[list[int], int, int]:
+    """A greedy reply, and how many tokens were guessed and right, without pauses."""
+    guessing = model.drafter(drafter)
+    guessing.first = guessing.longest = 3
+    tokens = list(model.generate_tokens(prompt, count, temperature=0, draft=drafter))
+    made: Any = model.timing.speculation
+    return tokens, made.drafted, made.accepted
+
+
+def test_llama_cpp_finds_as_many_guesses_right(
+    bigrams: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a head that is wrong after some tokens: the same reply, and the same count of right guesses."""
+    monkeypatch.setattr(speculation, "_LONGEST_PAUSE", 0)
+    target = load_floats(bigrams[0].parent / "target")
+    head = load_floats(bigrams[0].parent / "head")
+    rows = np.arange(2048)
+    rows[rows % 4 == 0] = np.roll(rows[rows % 4 == 0], 1)
+    head["lm_head.weight"] = target["lm_head.weight"][rows]
+    config = json.loads((bigrams[0].parent / "head/config.json").read_text())
+    some = converted(save(tmp_path / "some", config, head), "Q8_0", target_model=bigrams[0].parent / "target")
+    model = Model.load(bigrams[0], context=256)
+    tokens, guessed, right = guessed_three_at_a_time(model, some, TOKENS[:20], 60)
+    peer = reply(bigrams[0], TOKENS[:20], 60, some, "EAGLE3")
+    assert model.tokenizer.decode(tokens) == peer.text == reply(bigrams[0], TOKENS[:20], 60).text
+    assert 0.3 < right / guessed < 0.95
+    assert abs(right - peer.right) <= 3
+    assert abs(guessed - peer.guessed) <= 3
 
 
 def test_the_command_line_says_how_many_guesses_were_right(
@@ -303,7 +336,8 @@ class Gemma:
         from transformers import AutoConfig
 
         torch.manual_seed(0)
-        self.target = randomized(new_model("gemma4" if name == "gemma4-assistant" else "gemma4-dense", hidden_size=64))
+        target, own = ("gemma4", {"hidden_size_per_layer_input": 32}) if "unified" not in name else ("gemma4-dense", {})
+        self.target = randomized(new_model(target, hidden_size=64, **own))
         self.target.save_pretrained(folder / "target")
         copy_tokenizer(folder / "target")
         write_config(folder / name, DRAFTERS[name].config)
@@ -352,7 +386,7 @@ def test_an_assistant_computes_what_transformers_assistant_does(gemma: Gemma) ->
     for row in logits:
         state, got = drafter._head.step(state, token, drafter._stored, 28)
         token = int(row.argmax())
-        np.testing.assert_allclose(got, row, atol=1e-4)
+        np.testing.assert_allclose(got, row, atol=1e-3)
 
 
 @pytest.mark.parametrize(("kv", "near"), [("f32", 5e-3), ("f16", 1e-2), ("q8_0", 0.3)])
@@ -383,8 +417,8 @@ def test_the_reply_with_an_assistant_is_the_one_without(gemma: Gemma, kv: str) -
     for prompt in (TOKENS[:20], TOKENS[:25], [*TOKENS[:10], *TOKENS[30:]], TOKENS[:1]):
         plain = list(model.generate_tokens(prompt, 40, temperature=0))
         assert list(model.generate_tokens(prompt, 40, temperature=0, draft=gemma.file)) == plain
-        speculation: Any = model.timing.speculation
-        assert speculation.drafted > 3
+        made: Any = model.timing.speculation
+        assert made.drafted > 3
 
 
 def test_an_assistant_of_another_model_is_refused(gemma: Gemma, bigrams: tuple[Path, Path]) -> None:
