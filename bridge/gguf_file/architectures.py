@@ -198,6 +198,7 @@ class DraftGraph:
 
 DRAFTERS = {
     "eagle3": DraftGraph(EAGLE, Graph(neighbours=True)),
+    "dflash": DraftGraph(BLOCK, Graph(normed=True, windows=Windows(None, tokens=0, base=None))),
     "gemma4-assistant": DraftGraph(ASSISTANT, ARCHITECTURES["gemma4"]),
 }
 

@@ -128,11 +128,13 @@ def describe_model(
     writer.add_type(gguf.GGUFType.MODEL)
     provenance.set_gguf_meta_model(writer)
     args.add_metadata(writer, family.layer_norm, family.rotary)
+    of_tokens = {key: family_keys.pop(key) for key in [*family_keys] if key.startswith("tokenizer.")}
     for key, value in family_keys.items():
         writer.kv_data[0].pop(f"{family.arch}.{key}", None)
         if value is not None:
             writer.kv_data[0][f"{family.arch}.{key}"] = value
     tokenizer.add_metadata(writer)
+    writer.kv_data[0] |= {key: value for key, value in of_tokens.items() if value is not None}
     outline.metadata = writer.kv_data[0]
     if templates := outline.metadata.get(gguf.Keys.Tokenizer.CHAT_TEMPLATES):
         templates.value = sorted(templates.value)  # gguf makes it from a set, whose order differs between processes

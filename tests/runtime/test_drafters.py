@@ -64,7 +64,7 @@ def converted(folder: Path, type: str, **options: Any) -> Path:
 
 
 class Pair:
-    """A model and a drafter for it, as checkpoints and as GGUFs."""
+    """A Llama and a drafter for it, as checkpoints and as GGUFs."""
 
     def __init__(self, name: str, folder: Path):
         self.drafter = DRAFTERS[name]
@@ -425,3 +425,65 @@ def test_an_assistant_of_another_model_is_refused(gemma: Gemma, bigrams: tuple[P
     model = Model.load(bigrams[0], context=64)
     with pytest.raises(BridgeError, match=r"is of another model: no layer of it has keys of 16 elements for layer 0"):
         list(model.generate_tokens([1], 4, draft=gemma.file))
+
+
+@pytest.fixture(scope="module", params=["dflash", "dflash-windows"])
+def dflash(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return Pair(request.param, tmp_path_factory.mktemp("dflash"))
+
+
+def dflash_reference(pair: Pair, states: np.ndarray, embedded: np.ndarray) -> np.ndarray:
+    """A block's normalized states by transformers' drafter of this kind, which attends to the whole block."""
+    import torch
+    from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
+
+    config = dict(pair.drafter.config)
+    window = config.get("sliding_window", 64)
+    layers = config["num_hidden_layers"]
+    rules = config.get("rope_scaling") or {"rope_type": "default"}
+    kind = MuseGlimmerAssistantConfig(
+        **{key: config[key] for key in ("hidden_size", "intermediate_size", "num_attention_heads", "head_dim")},
+        num_hidden_layers=layers, num_key_value_heads=config["num_key_value_heads"], rms_norm_eps=1e-5,
+        rope_parameters={**rules, "rope_theta": config["rope_theta"]}, max_position_embeddings=256,
+        layer_types=config.get("layer_types") or layers * ["full_attention"], target_layer_ids=config["dflash_config"]["target_layer_ids"],
+    )  # fmt: skip
+    kind._attn_implementation = "eager"
+    model = MuseGlimmerAssistantModel(kind).eval()
+    names = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
+    weights = {names.get(key, key): torch.from_numpy(values) for key, values in load_floats(pair.folder).items()}
+    assert not model.load_state_dict(weights, strict=False).missing_keys
+    block, count = len(embedded), len(states) + len(embedded)
+    seen = torch.arange(count) > torch.arange(count - block, count)[:, None] - window
+    masks = {"full_attention": None, "sliding_attention": torch.where(seen, 0.0, -torch.inf)[None, None]}
+    with torch.no_grad():
+        out = model(torch.from_numpy(embedded)[None], torch.from_numpy(states)[None], attention_mask=masks)
+    return np.asarray(out.last_hidden_state[0].numpy())
+
+
+def test_a_dflash_drafter_computes_what_transformers_drafter_of_this_kind_does(dflash: Pair) -> None:
+    """Of states read together or a few at a time, some of them again."""
+    model = Model.load(dflash.exact_model, precision="f32", context=128)
+    drafter: Any = model.drafter(dflash.exact_file)
+    head = drafter._head
+    head.causal = False
+    read = target_states(dflash.target_folder, TOKENS[:-1])
+    states = np.concatenate([read[layer] for layer in head.file.target_layers()], axis=1)
+    for start, stop in ((0, 20), (20, 29), (25, 40), (40, len(TOKENS) - 1)):
+        head.read(states[start:stop], start, drafter._stored)
+    own, target = load_floats(dflash.folder), load_floats(dflash.target_folder)
+    embedding = own.get("embed_tokens.weight", target["model.embed_tokens.weight"])
+    block = [TOKENS[-1], *(head.block - 1) * [5]]
+    embedded = embedding[block] * np.float32(dflash.drafter.config["dflash_config"].get("input_embedding_scale", 1))
+    expected = dflash_reference(dflash, states, embedded)[1:] @ own.get("lm_head.weight", target["lm_head.weight"]).T
+    got = head.logits(TOKENS[-1], len(TOKENS) - 1, drafter._stored)
+    np.testing.assert_allclose(got, expected, atol=1e-3)
+
+
+@pytest.mark.parametrize("kv", ["f16", "q8_0"])
+def test_the_reply_with_a_dflash_drafter_is_the_one_without(dflash: Pair, kv: str) -> None:
+    model = Model.load(dflash.model, context=128, kv=kv)
+    for prompt in (TOKENS[:20], TOKENS[:25], [*TOKENS[:10], *TOKENS[30:]], TOKENS[:1], TOKENS[:60] + TOKENS[:50]):
+        plain = list(model.generate_tokens(prompt, 40, temperature=0))
+        assert list(model.generate_tokens(prompt, 40, temperature=0, draft=dflash.file)) == plain
+        made: Any = model.timing.speculation
+        assert made.drafted > 3

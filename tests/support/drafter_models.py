@@ -82,6 +82,18 @@ def _gemma4(name: str, backbone: int, local: int) -> tuple[dict[str, Any], Shape
     return config, shapes | {"masked_embedding.centroids.weight": (64, 32), "masked_embedding.token_ordering": (2048,)}
 
 
+def _dflash(states: int, layers: int) -> Shapes:
+    shapes: Shapes = {"fc.weight": (32, 32 * states), "hidden_norm.weight": (32,), "norm.weight": (32,)}
+    for i in range(layers):
+        shapes |= layer_shapes(f"layers.{i}", read=32)
+        shapes |= {f"layers.{i}.self_attn.{name}_norm.weight": (8,) for name in "qk"}
+    return shapes
+
+
+_DFLASH = {
+    "architectures": ["DFlashDraftModel"], **_LLAMA, "model_type": "qwen3", "num_hidden_layers": 2, "head_dim": 8,
+    "attention_bias": False, "tie_word_embeddings": False,
+}  # fmt: skip
 _SPECULATOR = {
     "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", "draft_vocab_size": 512,
     "norm_before_residual": True, "target_hidden_size": None,
@@ -109,6 +121,24 @@ DRAFTERS = {
             name: shape for name, shape in _eagle("midlayer", draft=2048).items() if name not in ("d2t", "t2d")
         } | {"input_norm.weight": (96,)},
         {"architectures": ["LlavaForConditionalGeneration"], "text_config": TARGET},
+    ),
+    "dflash": DrafterModel(
+        {**_DFLASH, "block_size": 4, "dflash_config": {"mask_token_id": 5, "target_layer_ids": [1, 4, 6]}},
+        _dflash(3, 2), TARGET,
+    ),
+    # with windows, embeddings and a head of its own, for a model whose tokens have several positions
+    "dflash-windows": DrafterModel(
+        {
+            **_DFLASH, "num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": 16,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+            "dflash_config": {
+                "mask_token_id": 5, "target_layer_ids": [0, 3], "block_size": 8, "causal": True,
+                "final_logit_softcapping": 20.0, "input_embedding_scale": 2.0,
+            },
+        },
+        _dflash(2, 3) | {"embed_tokens.weight": (2048, 32), "lm_head.weight": (2048, 32)},
+        {**TARGET, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}},
     ),
     "gemma4-assistant": DrafterModel(*_gemma4("Gemma4", 64, 3)),
     "gemma4-unified-assistant": DrafterModel(*_gemma4("Gemma4Unified", 64, 1)),

@@ -5,6 +5,7 @@ from bridge.models.families.bitnet import BITNET
 from bridge.models.families.command_r import COMMAND_R
 from bridge.models.families.deepseek import DEEPSEEK2, DEEPSEEK32, GLM4_MOE_LITE, GLM5
 from bridge.models.families.deepseek4 import DEEPSEEK4
+from bridge.models.families.dflash import DFLASH
 from bridge.models.families.eagle3 import EAGLE3
 from bridge.models.families.ernie4_5 import ERNIE4_5, ERNIE4_5_MOE
 from bridge.models.families.exaone4 import EXAONE4
@@ -41,5 +42,5 @@ ALL = (
     ERNIE4_5, ERNIE4_5_MOE, GRANITE_MOE, LFM2, LFM2_MOE, HUNYUAN, HUNYUAN_MOE, MINIMAX_M2, MINIMAX_M3,
     GLM4_MOE_LITE, GLM4V_MOE, GRANITE_HYBRID, NEMOTRON_H_MOE, NEMOTRON_H, MAMBA2, JAMBA, FALCON_H1, DEEPSEEK32,
     GLM5, APERTUS, DEEPSEEK4, SOLAR_OPEN, DOTS1, GEMMA4_UNIFIED,
-    GEMMA4_ASSISTANT, GEMMA4_UNIFIED_ASSISTANT,
+    GEMMA4_ASSISTANT, GEMMA4_UNIFIED_ASSISTANT, DFLASH,
 )  # fmt: skip

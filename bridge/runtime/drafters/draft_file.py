@@ -84,6 +84,19 @@ class DraftFile:
             raise self.of_another(f"its states have {self.config.hidden} elements, the model's embeddings {own.shape[1]}")
         return own
 
+    def head(self, tied: bool) -> QuantTensor:
+        """Its own output matrix for all of the model's tokens, or the model's; BridgeError if neither fits.
+
+        tied  whether its own embeddings come before the model's
+        """
+        hidden, vocab = self.config.hidden, self.target.vocab
+        own = self.file.tensors.get("output.weight", self.file.tensors.get("token_embd.weight") if tied else None)
+        if own is not None:
+            return expect(own, vocab, hidden)
+        if self.target.output.shape[1] != hidden:
+            raise self.of_another(f"its states have {hidden} elements, the model's head reads {self.target.output.shape[1]}")
+        return self.target.output
+
     def factors(self) -> np.ndarray | None:
         """What frequencies of its rotation are divided by."""
         factors: np.ndarray | None = vector(self.file, "rope_freqs.weight", self.config.rotated // 2)

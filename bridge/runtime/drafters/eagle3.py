@@ -57,15 +57,9 @@ class Eagle3:
     @staticmethod
     def _head(file: DraftFile) -> tuple[Any, np.ndarray | None]:
         """The output matrix, its own or the model's, and the tokens of its rows where these are not all."""
-        if "output.weight" not in file.file:
-            if file.target.output.shape[1] != file.config.hidden:
-                raise file.of_another(
-                    f"its states have {file.config.hidden} elements, the model's head reads {file.target.output.shape[1]}"
-                )
-            return file.target.output, None
-        output = file.file["output.weight"]
         if "d2t" not in file.file:
-            return file.matrix("output", file.target.vocab, file.config.hidden), None
+            return file.head(tied=False), None
+        output = file.file["output.weight"]
         tokens = file.file["d2t"].dequantize().astype(np.int64).reshape(-1)
         if output.shape != (len(tokens), file.config.hidden):
             raise BridgeError(

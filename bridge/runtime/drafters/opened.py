@@ -4,9 +4,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from bridge.errors import BridgeError, parameter
-from bridge.gguf_file.architectures import ASSISTANT, DRAFTERS, EAGLE
+from bridge.gguf_file.architectures import ASSISTANT, BLOCK, DRAFTERS, EAGLE
 from bridge.runtime.decoder.decoder import Decoder
 from bridge.runtime.drafters.assistant import Assistant
+from bridge.runtime.drafters.dflash import DFlash
 from bridge.runtime.drafters.draft_file import DraftFile
 from bridge.runtime.drafters.drafter import Drafter
 from bridge.runtime.drafters.eagle3 import Eagle3
@@ -21,7 +22,7 @@ class Head(Protocol):
         """What guesses for one text at a time."""
 
 
-_KINDS: dict[str, type[Any]] = {EAGLE: Eagle3, ASSISTANT: Assistant}
+_KINDS: dict[str, type[Any]] = {EAGLE: Eagle3, ASSISTANT: Assistant, BLOCK: DFlash}
 
 
 def open_drafter(path: str | Path, target: Any, tokenizer: Tokenizer) -> Head:
