@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -421,6 +422,33 @@ def test_the_reply_with_an_assistant_is_the_one_without(gemma: Gemma, kv: str) -
         assert made.drafted > 3
 
 
+def test_an_assistant_that_knows_the_model_is_right(gemma: Gemma, tmp_path: Path) -> None:
+    """Of a model that repeats the last token: none of its layers does anything."""
+    for part in ("target", gemma.file.name.removesuffix("-Q8_0.gguf")):
+        shutil.copytree(gemma.model.parent / part, tmp_path / part)
+        weights = load_floats(tmp_path / part)
+        for name in weights:
+            if name.endswith(("o_proj.weight", "down_proj.weight", "layer_projection.weight")):
+                weights[name] = np.zeros_like(weights[name])
+        if part == "target":
+            embedding = weights["model.embed_tokens.weight"]
+        else:
+            weights["pre_projection.weight"][:, 64:] = 0
+            rows = embedding @ weights["pre_projection.weight"][:, :64].T
+            weights["model.embed_tokens.weight"] = rows / np.linalg.norm(rows, axis=1, keepdims=True)
+        for name in weights:
+            if name.endswith(("norm.weight", "layer_scalar")):
+                weights[name] = np.ones_like(weights[name])
+        save_file(weights, tmp_path / part / "model.safetensors", {"format": "pt"})
+    model, file = converted(tmp_path / "target", "Q8_0"), converted(tmp_path / part, "Q8_0")
+    loaded = Model.load(model, context=128)
+    plain = list(loaded.generate_tokens(TOKENS[:20], 60, temperature=0))
+    assert list(loaded.generate_tokens(TOKENS[:20], 60, temperature=0, draft=file)) == plain
+    made: Any = loaded.timing.speculation
+    assert made.accepted >= made.drafted - 5
+    assert made.accepted > 40
+
+
 def test_an_assistant_of_another_model_is_refused(gemma: Gemma, bigrams: tuple[Path, Path]) -> None:
     model = Model.load(bigrams[0], context=64)
     with pytest.raises(BridgeError, match=r"is of another model: no layer of it has keys of 16 elements for layer 0"):
@@ -487,3 +515,40 @@ def test_the_reply_with_a_dflash_drafter_is_the_one_without(dflash: Pair, kv: st
         assert list(model.generate_tokens(prompt, 40, temperature=0, draft=dflash.file)) == plain
         made: Any = model.timing.speculation
         assert made.drafted > 3
+
+
+def dflash_of_bigrams(folder: Path, target: Path, block: int) -> Path:
+    """A drafter whose masks are nothing but what they read of the token before: the first guess is its successor."""
+    weights = load_floats(target)
+    embedding = weights["model.embed_tokens.weight"].copy()
+    embedding[5] = 0
+    one, nothing = np.eye(64), np.zeros((64, 64))
+    own = {"fc.weight": np.zeros((64, 64)), "hidden_norm.weight": np.ones(64), "norm.weight": np.ones(64)}
+    own |= {f"layers.0.self_attn.{name}_proj.weight": nothing for name in "qk"}
+    own |= {f"layers.0.self_attn.{name}_proj.weight": one for name in "vo"}
+    own |= {f"layers.0.self_attn.{name}_norm.weight": np.ones(64) for name in "qk"}
+    own |= {f"layers.0.mlp.{name}_proj.weight": np.zeros((64, 64)) for name in ("gate", "up", "down")}
+    own |= {f"layers.0.{name}_layernorm.weight": np.ones(64) for name in ("input", "post_attention")}
+    own |= {"embed_tokens.weight": embedding, "lm_head.weight": weights["lm_head.weight"]}
+    config = {**BIGRAMS, "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "num_hidden_layers": 1}
+    config |= {"block_size": block, "dflash_config": {"mask_token_id": 5, "target_layer_ids": [2]}}
+    arrays = {name: np.ascontiguousarray(values, np.float32) for name, values in own.items()}
+    return converted(save(folder, config, arrays), "Q8_0", target_model=target)
+
+
+def test_a_dflash_drafter_that_knows_the_next_token_is_right_as_often_as_in_llama_cpp(
+    bigrams: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two tokens the first, which is guessed, always; of a block of four one in three."""
+    monkeypatch.setattr(speculation, "_LONGEST_PAUSE", 0)
+    model, target = Model.load(bigrams[0], context=256), bigrams[0].parent / "target"
+    plain = list(model.generate_tokens(TOKENS[:20], 60, temperature=0))
+    for block, share in ((2, 1.0), (4, 1 / 3)):
+        file = dflash_of_bigrams(tmp_path / str(block), target, block)
+        assert list(model.generate_tokens(TOKENS[:20], 60, temperature=0, draft=file)) == plain
+        made: Any = model.timing.speculation
+        assert made.accepted / made.drafted == pytest.approx(share, abs=0.05)  # one may be beyond the end
+    peer = reply(bigrams[0], TOKENS[:20], 60, file, "DFLASH")
+    assert peer.text == model.tokenizer.decode(plain)
+    assert abs(made.accepted - peer.right) <= 3
+    assert abs(made.drafted - peer.guessed) <= 6
