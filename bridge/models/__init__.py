@@ -29,8 +29,8 @@ from bridge.models.outline import Outline, OutlineTensor
 from bridge.models.prediction import left_out, mtp_name, predicting_in, with_prediction, without_prediction
 from bridge.models.table import fill_table, invert_table
 from bridge.models.tokenizer.gguf_tokenizer import read_tokenizer
-from bridge.models.tokenizer.vocabulary import GGUFTokenizer
 from bridge.models.tokenizer.special_tokens import stripping_name
+from bridge.models.tokenizer.vocabulary import GGUFTokenizer
 from bridge.models.wrapper import ANY_TEXT, has_parts, name_in_parts, renamed, text_config, text_names
 from bridge.system.storage.files import read_json
 
@@ -157,7 +157,8 @@ def _target(family: Family, folder: Path, target: str | Path | None) -> Config |
         return None
     if not family.needs_target:
         raise BridgeError(
-            f"{parameter('target_model', target)}: {folder} is a {family.arch} model, which needs no other; leave it out"
+            f"{parameter('target_model', target)}: {folder} is a {family.arch} model, which needs no other; leave it "
+            "out"
         )
     config = read_json(Path(target) / "config.json")
     return Config(text_config(config), Path(target) / "config.json")

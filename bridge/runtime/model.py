@@ -303,7 +303,8 @@ class Model:
     @checked
     def generate_scored(
         self, prompt: str | Sequence[int], max_tokens: int = 256, logprobs: int = 0,
-        stop: str | Sequence[str] | None = (), draft: "str | Path | Model | None" = None, **sampling: Unpack[ReplyKeywords],
+        stop: str | Sequence[str] | None = (), draft: "str | Path | Model | None" = None,
+        **sampling: Unpack[ReplyKeywords],
     ) -> Iterator[ScoredToken]:  # fmt: skip
         """As `generate`, token by token with the log-probability of each, and of the `logprobs` most likely ones.
 
@@ -459,7 +460,7 @@ class Model:
         return self._shared.prediction_head()
 
     def drafter(self, path: str | Path) -> Drafter:
-        """What guesses tokens by a drafter's GGUF, opened when it is first asked for; BridgeError where it does not fit."""
+        """What guesses tokens by a drafter's GGUF, opened when first asked for; BridgeError if it does not fit."""
         with self._shared.lock:
             path = Path(path)
             if path not in self._drafters:

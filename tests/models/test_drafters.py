@@ -104,7 +104,7 @@ def test_a_drafter_without_the_model_that_it_guesses_for_is_refused(tmp_path: Pa
 def test_a_model_that_needs_no_other_refuses_one(tmp_path: Path) -> None:
     folder = copy_tokenizer(write_config(tmp_path / "target", DRAFTERS["eagle3"].target or {}))
     save_file({"model.norm.weight": np.ones(32, np.float32)}, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(BridgeError, match="target_model.*is a llama model, which needs no other; leave it out"):
+    with pytest.raises(BridgeError, match=r"target_model.*is a llama model, which needs no other; leave it out"):
         bridge.convert(folder, tmp_path / "m.gguf", target_model=folder)
 
 

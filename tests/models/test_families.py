@@ -31,6 +31,7 @@ TENSOR_NAME = re.compile(r"\b(?:model|lm_head)\.[\w.]*(?:weight|bias|inv_freq|la
 FULL = {"rope_type": "default", "rope_theta": 500000.0}
 LOCAL_LINEAR = {"full_attention": FULL, "sliding_attention": FULL | {"rope_type": "linear", "factor": 8.0}}
 TWO_BASES = {"full_attention": FULL, "sliding_attention": FULL | {"rope_theta": 10000.0}}
+GUESSES = "as [`--draft`](#drafters), on the CPU"  # where drafters run
 CASES = [
     (title, json.loads(config), lines)
     for title, config, *lines in (
@@ -96,7 +97,8 @@ def test_the_docs_list_every_family_and_tell_where_it_runs() -> None:
     rows: dict[str, list[str]] = {}
     for names, where in (line.strip("| ").split(" | ") for line in lines):
         rows.setdefault(where, []).extend(names.split(", "))
-    assert {*rows} - {"no, only llama.cpp"} == {"yes", "on the CPU"}
+    assert {*rows} - {"no, only llama.cpp"} == {"yes", "on the CPU", GUESSES}
+    assert sorted(rows[GUESSES]) == sorted(title for family in ALL if family.drafter for title in family.titles)
     listed = sorted(name for names in rows.values() for name in names)
     assert listed == sorted(title for family in ALL for title in family.titles)
     here = {title for family in ALL for title in family.titles if family.arch in ARCHITECTURES}

@@ -16,7 +16,9 @@ from tests.support.drafter_models import DRAFTERS
 from tests.support.family_models import copy_tokenizer
 from tests.support.make_families import GOLDENS
 
-GOLDEN = {path.stem: json.loads(path.read_text()) for path in sorted(GOLDENS.glob("*.json")) if path.stem not in DRAFTERS}
+GOLDEN = {
+    path.stem: json.loads(path.read_text()) for path in sorted(GOLDENS.glob("*.json")) if path.stem not in DRAFTERS
+}
 # config.json, and the names of the tensors with their shapes, if these are known
 MODELS = {name: (golden["config"], golden["checkpoint"]) for name, golden in GOLDEN.items()} | {
     title: (

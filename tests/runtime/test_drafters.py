@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from bridge.runtime.drafters.attention import KeysAndValues
 from bridge.runtime.model import Model
 from bridge.runtime.replies import speculation
 from scripts.peers.llama.llama_drafts import reply
-from tests.support.drafter_models import DRAFTERS, LLAMA3, DrafterModel, Shapes, layer_shapes, write_config
+from tests.support.drafter_models import DRAFTERS, DrafterModel, Shapes, layer_shapes, write_config
 from tests.support.encode import load_floats
 from tests.support.family_models import copy_tokenizer, new_model, randomized
 from tests.support.make_families import stored_values_of
@@ -175,7 +174,12 @@ def test_an_eagle_head_computes_what_the_formula_says_of_the_models_states(eagle
     weights, target = load_floats(eagle.folder), load_floats(eagle.target_folder)
     embedding = weights.get("embed_tokens.weight", target["model.embed_tokens.weight"])
     h, logits = eagle_reference(
-        eagle.drafter, weights, embedding, weights["lm_head.weight"], expected_states[:-1].astype(np.float64), TOKENS[1:]
+        eagle.drafter,
+        weights,
+        embedding,
+        weights["lm_head.weight"],
+        expected_states[:-1].astype(np.float64),
+        TOKENS[1:],
     )
     stored = KeysAndValues(head.heads, 64)
     for start, stop in ((0, 20), (20, 23), (23, 24), (24, len(TOKENS) - 1)):
@@ -305,7 +309,9 @@ def test_a_drafter_of_another_model_is_refused(bigrams: tuple[Path, Path], eagle
     model = Model.load(bigrams[0], context=64)
     hidden = eagle.drafter.target or {}
     if hidden.get("text_config", hidden)["hidden_size"] != 64:
-        with pytest.raises(BridgeError, match=r"draft=.*is of another model: it reads states of 96 elements, the model's"):
+        with pytest.raises(
+            BridgeError, match=r"draft=.*is of another model: it reads states of 96 elements, the model's"
+        ):
             list(model.generate_tokens([1], 4, draft=eagle.file))
 
 
@@ -325,7 +331,9 @@ def test_a_drafter_is_no_model_and_a_model_no_drafter(bigrams: tuple[Path, Path]
     model = Model.load(bigrams[0], context=64)
     with pytest.raises(BridgeError, match="is a llama model, no drafter: load it"):
         list(model.generate_tokens([1], 4, draft=bigrams[0]))
-    with pytest.raises(BridgeError, match="unknown draft 'none.gguf': choose ngram, mtp, a drafter's GGUF, or another"):
+    with pytest.raises(
+        BridgeError, match=r"unknown draft 'none\.gguf': choose ngram, mtp, a drafter's GGUF, or another"
+    ):
         list(model.generate_tokens([1], 4, draft="none.gguf"))
 
 
@@ -473,7 +481,8 @@ def dflash_reference(pair: Pair, states: np.ndarray, embedded: np.ndarray) -> np
         **{key: config[key] for key in ("hidden_size", "intermediate_size", "num_attention_heads", "head_dim")},
         num_hidden_layers=layers, num_key_value_heads=config["num_key_value_heads"], rms_norm_eps=1e-5,
         rope_parameters={**rules, "rope_theta": config["rope_theta"]}, max_position_embeddings=256,
-        layer_types=config.get("layer_types") or layers * ["full_attention"], target_layer_ids=config["dflash_config"]["target_layer_ids"],
+        layer_types=config.get("layer_types") or layers * ["full_attention"],
+        target_layer_ids=config["dflash_config"]["target_layer_ids"],
     )  # fmt: skip
     kind._attn_implementation = "eager"
     model = MuseGlimmerAssistantModel(kind).eval()

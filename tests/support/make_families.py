@@ -185,7 +185,10 @@ def main(llama_cpp: Path, names: list[str]) -> None:
 
     TextModel.get_vocab_base_pre = lambda self, tokenizer: "llama-bpe"
     GOLDENS.mkdir(exist_ok=True)
-    for name in names or [*((MODELS | TEMPLATES | DRAFTERS).keys() - UNKNOWN), *(f"{name}{MTP}" for name in PREDICTING)]:
+    for name in names or [
+        *((MODELS | TEMPLATES | DRAFTERS).keys() - UNKNOWN),
+        *(f"{name}{MTP}" for name in PREDICTING),
+    ]:
         with tempfile.TemporaryDirectory() as where, torch.inference_mode():
             folder, out = Path(where) / "model", Path(where) / "out.gguf"
             shapes = save_checkpoint(name, folder)

@@ -99,8 +99,8 @@ def add_sampling(p: argparse.ArgumentParser) -> None:
     further(p).add_argument(
         "--draft", metavar="ngram|mtp|FILE.gguf",
         help="what guesses tokens, for the same reply sooner: ngram (what followed the last tokens before), mtp (the "
-        "file's own layer for that), a drafter made for the model (EAGLE-3, DFlash, Gemma 4's assistants), or a smaller "
-        "model of the same vocabulary",
+        "file's own layer for that), a drafter made for the model (EAGLE-3, DFlash, Gemma 4's assistant), or a "
+        "smaller model of the same vocabulary",
     )  # fmt: skip
     add_options(p, "sampling", Sampling)
 

@@ -72,8 +72,8 @@ def _check_targets(tokens: np.ndarray, name: str, vocab: int) -> None:
     """BridgeError for tokens of a model that it does not have, or that are there twice."""
     if tokens.min() < 0 or tokens.max() >= vocab or len(np.unique(tokens)) < len(tokens):
         raise BridgeError(
-            f"{name}: must name {len(tokens)} different ones of the model's {vocab} tokens; the drafter is damaged, or of "
-            "another model"
+            f"{name}: must name {len(tokens)} different ones of the model's {vocab} tokens; the drafter is damaged, "
+            "or of another model"
         )
 
 

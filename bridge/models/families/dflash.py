@@ -13,7 +13,17 @@ from bridge.models.config.gguf_keys import Computed
 from bridge.models.config.model_config import Config
 from bridge.models.config.rope import rope_rules
 from bridge.models.families.eagle3 import listed_target_layers, target_of
-from bridge.models.family import EMBEDDINGS, NO_BIASES, SILU, Expected, Family, Row, decoder, gated_mlp, pre_norm_attention
+from bridge.models.family import (
+    EMBEDDINGS,
+    NO_BIASES,
+    SILU,
+    Expected,
+    Family,
+    Row,
+    decoder,
+    gated_mlp,
+    pre_norm_attention,
+)
 
 _WINDOWED = "sliding_attention"
 
@@ -82,12 +92,13 @@ DFLASH = Family(
     sizes=_sizes,
     metadata=(Computed(_metadata),),
     bare=True,
-    table=decoder(
-        *pre_norm_attention(Row("self_attn.q_norm", "head"), Row("self_attn.k_norm", "head")),
-        *gated_mlp("mlp", "inner"),
-        first=(replace(EMBEDDINGS, optional=True),),
-        head=Row("lm_head", "vocab hidden", optional=True),
-    ) + (
+    table=(
+        *decoder(
+            *pre_norm_attention(Row("self_attn.q_norm", "head"), Row("self_attn.k_norm", "head")),
+            *gated_mlp("mlp", "inner"),
+            first=(replace(EMBEDDINGS, optional=True),),
+            head=Row("lm_head", "vocab hidden", optional=True),
+        ),
         Row("model.fc", "hidden fused", name="fc.weight"),
         Row("model.hidden_norm", "hidden", name="enc.output_norm.weight"),
     ),

@@ -39,8 +39,8 @@ def listed_target_layers(config: Config, layers: Any, key: str, least: int = 0) 
     known = isinstance(layers, list) and all(type(layer) is int and least <= layer <= count for layer in layers)
     if not known:
         raise BridgeError(
-            f"{config.path}: {key} is {layers!r:.80}; must be numbers from {least} to {count}, the layers that the model "
-            f"in {target_of(config).path.parent} has"
+            f"{config.path}: {key} is {layers!r:.80}; must be numbers from {least} to {count}, the layers that the "
+            f"model in {target_of(config).path.parent} has"
         )
     return list(layers)
 
@@ -85,11 +85,12 @@ EAGLE3 = Family(
     sizes=_sizes,
     metadata=(Computed(_metadata),),
     bare=True, starts={"midlayer.": "layers.0."}, ignored=("model.t2d",),
-    table=decoder(
-        *_ROWS,
-        first=(replace(EMBEDDINGS, optional=True),),
-        head=Row("lm_head", "draft hidden", optional=True),
-    ) + (
+    table=(
+        *decoder(
+            *_ROWS,
+            first=(replace(EMBEDDINGS, optional=True),),
+            head=Row("lm_head", "draft hidden", optional=True),
+        ),
         Row("model.fc", "hidden fused", name="fc.weight"),
         Row("model.input_norm", "fused", name="enc.output_norm.weight", optional=True),
         Row("model.d2t", "draft", exact=True, name="d2t", floats="I64", change="targets", optional=True),

@@ -30,9 +30,12 @@ GEMMA4_ASSISTANT = replace(
         Expected("hidden_size_per_layer_input", (0,)),
     ),
     sizes=_sizes,
-    metadata=(*GEMMA4.metadata, Key("embedding_length_out", "backbone_hidden_size", defines="backbone"), Computed(_layers)),
+    metadata=(
+        *GEMMA4.metadata, Key("embedding_length_out", "backbone_hidden_size", defines="backbone"), Computed(_layers),
+    ),
     ignored=("masked_embedding.",),
-    table=GEMMA4.table + (
+    table=(
+        *GEMMA4.table,
         Row("pre_projection", "hidden pair", name="nextn.pre_projection.weight"),
         Row("post_projection", "backbone hidden", name="nextn.post_projection.weight"),
     ),

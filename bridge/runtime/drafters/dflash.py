@@ -1,11 +1,11 @@
 """DFlash: layers that guess a block of tokens at once, by filling in masked ones.
 
-    g  = norm(W_fc [states of token i before some layers])         keys and values of token i in every layer, turned
-    x  = embeddings of [last token, mask, mask, ...]
-    for each layer:
-        x = x + W_o attention(q, k, v of norm(x)) to all g and to the whole block
-        x = x + network(norm(x))
-    logits of the block's tokens = W_output norm(x)
+g  = norm(W_fc [states of token i before some layers])         keys and values of token i in every layer, turned
+x  = embeddings of [last token, mask, mask, ...]
+for each layer:
+    x = x + W_o attention(q, k, v of norm(x)) to all g and to the whole block
+    x = x + network(norm(x))
+logits of the block's tokens = W_output norm(x)
 """
 
 from collections.abc import Sequence

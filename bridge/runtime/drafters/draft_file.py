@@ -45,7 +45,9 @@ class DraftFile:
         """The layers before which it reads the model's states; BridgeError if these are none of the model's."""
         layers, count = self.get("target_layers"), self.target.config.layers
         if not isinstance(layers, list) or not layers or not all(isinstance(i, int) for i in layers):
-            raise BridgeError(f"{self.path}: {self.file.arch}.target_layers is {layers!r:.80}; convert the drafter again")
+            raise BridgeError(
+                f"{self.path}: {self.file.arch}.target_layers is {layers!r:.80}; convert the drafter again"
+            )
         if not all(0 <= layer <= count for layer in layers):
             raise self.of_another(f"it reads states before layers {layers}, the model has {count} layers")
         if self.target.config.streams:
@@ -57,7 +59,9 @@ class DraftFile:
 
     def of_another(self, why: str) -> BridgeError:
         """The refusal of a drafter that is not this model's."""
-        return BridgeError(f"{parameter('draft', self.path)}: is of another model: {why}; choose one made for this model")
+        return BridgeError(
+            f"{parameter('draft', self.path)}: is of another model: {why}; choose one made for this model"
+        )
 
     def _check_vocabulary(self, tokenizer: Tokenizer) -> None:
         own = self.file.metadata.get("tokenizer.ggml.tokens", ())
@@ -81,7 +85,9 @@ class DraftFile:
         """Its own table of embeddings, or the model's; BridgeError if neither fits."""
         own = self.file.tensors.get("token_embd.weight", self.target.embedding)
         if own.shape[1] != self.config.hidden:
-            raise self.of_another(f"its states have {self.config.hidden} elements, the model's embeddings {own.shape[1]}")
+            raise self.of_another(
+                f"its states have {self.config.hidden} elements, the model's embeddings {own.shape[1]}"
+            )
         return own
 
     def head(self, tied: bool) -> QuantTensor:
@@ -94,7 +100,9 @@ class DraftFile:
         if own is not None:
             return expect(own, vocab, hidden)
         if self.target.output.shape[1] != hidden:
-            raise self.of_another(f"its states have {hidden} elements, the model's head reads {self.target.output.shape[1]}")
+            raise self.of_another(
+                f"its states have {hidden} elements, the model's head reads {self.target.output.shape[1]}"
+            )
         return self.target.output
 
     def factors(self) -> np.ndarray | None:

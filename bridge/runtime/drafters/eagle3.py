@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 
 from bridge.errors import BridgeError
+from bridge.runtime.decoder.numpy_machine import rms
 from bridge.runtime.drafters.attention import KeysAndValues, Rotation, attended, headwise, within
 from bridge.runtime.drafters.draft_file import DraftFile
 from bridge.runtime.drafters.drafter import Drafter
 from bridge.runtime.drafters.network import Network
-from bridge.runtime.decoder.numpy_machine import rms
 from bridge.runtime.tokenizer import common_prefix
 
 _AT_ONCE = 128  # pairs that pass through the layer together: their scores take memory
@@ -63,8 +63,8 @@ class Eagle3:
         tokens = file.file["d2t"].dequantize().astype(np.int64).reshape(-1)
         if output.shape != (len(tokens), file.config.hidden):
             raise BridgeError(
-                f"{file.path}: output.weight has shape {list(output.shape)}, for {len(tokens)} tokens in d2t; convert the "
-                "drafter again"
+                f"{file.path}: output.weight has shape {list(output.shape)}, for {len(tokens)} tokens in d2t; convert "
+                "the drafter again"
             )
         if tokens.min() < 0 or tokens.max() >= file.target.vocab:
             raise file.of_another(f"d2t names token {tokens.max()}, the model has {file.target.vocab}")
@@ -82,7 +82,9 @@ class Eagle3:
         positions, dim = np.arange(position, position + n), self.heads.dim
         normed = rms(g, self.state_norm, eps)
         pairs = np.concatenate([rms(self.embedding.rows(tokens), self.embedding_norm, eps), normed], axis=1)
-        q, k, v = (headwise(m.matmul(pairs, precision=self.precision), dim, None, eps) for m in (self.q, self.k, self.v))
+        q, k, v = (
+            headwise(m.matmul(pairs, precision=self.precision), dim, None, eps) for m in (self.q, self.k, self.v)
+        )
         stored.store(position, self.rotation(k, positions, 0), v)
         seen = within(positions, position + n) if n > 1 else None
         out = attended(self.rotation(q, positions, 0), stored, position + n, c.attention_scale, seen)

@@ -31,9 +31,9 @@ def rows(type: str, raw: np.ndarray) -> np.ndarray:
     if type == "BF16":
         return (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
     if type in UNQUANTIZED:
-        return raw.view({"F32": np.float32, "F16": np.float16, "F64": np.float64, "I32": np.int32, "I64": np.int64}[type]).astype(
-            np.float32
-        )
+        return raw.view(
+            {"F32": np.float32, "F16": np.float16, "F64": np.float64, "I32": np.int32, "I64": np.int64}[type]
+        ).astype(np.float32)
     import gguf
 
     kind = gguf.GGMLQuantizationType[type]
