@@ -279,8 +279,8 @@ class Model:
         stop      texts that end the reply and are not part of it, besides the model's own end tokens
         draft     what guesses tokens, which are then checked several at a time: the reply is the same, and comes sooner
                   where guesses are right. "ngram": what followed the last tokens when they last came; "mtp": what the
-                  file's own layer for that predicts; a path: a drafter's GGUF (EAGLE-3, DFlash, Gemma 4's assistant), on
-                  the CPU; or another Model of the same vocabulary, whose context is taken.
+                  file's own layer for that predicts; a path: a drafter's GGUF (EAGLE-3, DFlash, Gemma 4's assistant),
+                  on the CPU; or another Model of the same vocabulary, whose context is taken.
                   See `bridge.runtime.replies.speculation`
         sampling  fields of `bridge.runtime.sampling.Sampling`: temperature (0: always the most likely token), top_k,
                   top_p, min_p, seed, repeat_penalty, repeat_last_n, frequency_penalty, presence_penalty, logit_bias
