@@ -38,7 +38,7 @@ from bridge.runtime.replies.continuations import continuation_scores
 from bridge.runtime.replies.drawing import Timing, reply_tokens, run_batch
 from bridge.runtime.replies.generation import ScoredToken, scored, stop_texts, until
 from bridge.runtime.replies.scoring import Pooler, TokenScorer
-from bridge.runtime.replies.speculation import check_decoder, drafter_for
+from bridge.runtime.replies.speculation import drafter_for
 from bridge.runtime.sampling import ReplyKeywords, Sampler
 from bridge.runtime.tokenizer import Tokenizer
 from bridge.system.operands import check_precision
@@ -351,11 +351,13 @@ class Model:
                 raise generation.error
         return [generation.text for generation in generations]
 
-    def batch(self, sequences: int = MAX_BATCH, draft: str | None = None) -> Batch:
+    @checked
+    def batch(self, sequences: int = MAX_BATCH, draft: str | Path | None = None) -> Batch:
         """Several sequences that are made together, and may be added and cancelled at any time; see `Batch`.
 
         sequences  contexts, at most 8; further sequences wait until one is free
-        draft      "ngram": guess tokens as in `generate`, while no more than 4 sequences are made at once
+        draft      "ngram", "mtp" or a drafter's GGUF: guess tokens as in `generate`, while no more than 4 sequences are
+                   made at once
 
         The model's own context stays as it is; each of these takes as much memory. On the CPU alone.
         """
@@ -364,9 +366,8 @@ class Model:
             raise BridgeError(
                 f"device {self.device}: several sequences at once only run on the CPU; generate one after another"
             )
-        if draft is not None:
-            check_decoder(self._decoder)
-        return Batch(lambda: self._decoder, self.tokenizer, self._shared.lock, self._start, sequences, draft)
+        drafter = None if draft is None else drafter_for(self, draft)
+        return Batch(lambda: self._decoder, self.tokenizer, self._shared.lock, self._start, sequences, drafter)
 
     @checked
     def chat(

@@ -165,7 +165,8 @@ def test_an_eagle_head_computes_what_the_formula_says_of_the_models_states(eagle
     drafter: Any = model.drafter(eagle.exact_file)
     head = drafter._head
     states = target_states(eagle.target_folder, TOKENS)
-    layers = head.file.target_layers()
+    layers = drafter.taps
+    model._decoder.tap(layers)
     expected_states = np.concatenate([states[layer] for layer in layers], axis=1)
     model._decoder.cache.length = 0
     model._decoder.run(TOKENS, len(TOKENS))
@@ -329,7 +330,7 @@ def test_a_drafter_is_no_model_and_a_model_no_drafter(bigrams: tuple[Path, Path]
     with pytest.raises(BridgeError, match=r"is a drafter \(eagle3\), which only guesses tokens for another model"):
         Model.load(bigrams[1])
     model = Model.load(bigrams[0], context=64)
-    with pytest.raises(BridgeError, match="is a llama model, no drafter: load it"):
+    with pytest.raises(BridgeError, match="is a llama model, no drafter; a model guesses in `run`"):
         list(model.generate_tokens([1], 4, draft=bigrams[0]))
     with pytest.raises(
         BridgeError, match=r"unknown draft 'none\.gguf': choose ngram, mtp, a drafter's GGUF, or another"
@@ -561,3 +562,95 @@ def test_a_dflash_drafter_that_knows_the_next_token_is_right_as_often_as_in_llam
     assert peer.text == model.tokenizer.decode(plain)
     assert abs(made.accepted - peer.right) <= 3
     assert abs(made.drafted - peer.guessed) <= 6
+
+
+def made_together(model: Model, draft: Path, prompts: list[list[int]], count: int, sequences: int) -> list[Any]:
+    """Generations of prompts, and then of these with their replies and more, in the contexts of the first."""
+    with model.batch(sequences, draft=draft) as batch:
+        first = [batch.add(prompt, count, temperature=0) for prompt in prompts]
+        list(batch)
+        longer = [[*prompt, *generation.tokens, 9] for prompt, generation in zip(prompts, first, strict=True)]
+        second = [batch.add(prompt, count, temperature=0) for prompt in longer]
+        list(batch)
+        assert batch.guessed_tokens == sum(g.speculation.drafted for g in first + second)
+        assert batch.right_tokens == sum(g.speculation.accepted for g in first + second)
+    return first + second
+
+
+PROMPTS = [TOKENS[:20], [*TOKENS[:10], *TOKENS[30:]], TOKENS[:1], [*TOKENS, *TOKENS, *TOKENS, 7]]
+
+
+def check_together(pair: Pair | Gemma) -> None:
+    """The replies are those without guesses, whether there are columns for guesses of all or contexts for all."""
+    model = Model.load(pair.model, context=256)
+    for sequences in (2, 5):
+        for generation in made_together(model, pair.file, PROMPTS, 20, sequences):
+            assert generation.tokens == list(model.generate_tokens(generation.prompt, 20, temperature=0))
+            assert generation.speculation.drafted > 3
+
+
+def test_sequences_made_together_have_the_guesses_of_an_eagle_head(eagle: Pair) -> None:
+    check_together(eagle)
+
+
+def test_sequences_made_together_have_the_guesses_of_an_assistant(gemma: Gemma) -> None:
+    check_together(gemma)
+
+
+def test_sequences_made_together_have_the_guesses_of_a_dflash_drafter(dflash: Pair) -> None:
+    check_together(dflash)
+
+
+def test_a_head_that_is_right_makes_several_sequences_in_fewer_steps(bigrams: tuple[Path, Path]) -> None:
+    """Each has the states of its own text, also while a reply alone has another drafter's guesses."""
+    model = Model.load(bigrams[0], context=256)
+    other = dflash_of_bigrams(bigrams[0].parent / "dflash", bigrams[0].parent / "target", 2)
+    plain = [list(model.generate_tokens(prompt, 40, temperature=0)) for prompt in PROMPTS]
+    alone = model.generate_tokens(PROMPTS[0], 40, temperature=0, draft=other)
+    found = []
+    with model.batch(2, draft=bigrams[1]) as batch:
+        generations = [batch.add(prompt, 40, temperature=0) for prompt in PROMPTS]
+        while batch.busy():
+            batch.advance()
+            found += [token for token in [next(alone, None)] if token is not None]
+        assert [generation.tokens for generation in generations] == plain
+        assert batch.right_tokens > 0.9 * batch.guessed_tokens > 90
+        assert batch.steps < batch.step_tokens / 4
+    assert [*found, *alone] == plain[0]
+    made: Any = model.timing.speculation
+    assert made.accepted > 0.9 * made.drafted
+
+
+def test_a_context_that_continues_a_text_keeps_what_the_head_read_of_it(bigrams: tuple[Path, Path]) -> None:
+    model = Model.load(bigrams[0], context=256)
+    first, *_, second = made_together(model, bigrams[1], [TOKENS[:20]], 30, 1)
+    assert first.kept == 0
+    assert second.kept >= 20 + 28
+    assert second.speculation.accepted > 20
+
+
+def test_prompts_that_are_only_read_need_no_guesses(bigrams: tuple[Path, Path]) -> None:
+    model = Model.load(bigrams[0], context=256)
+    seen: list[int] = []
+    with model.batch(1, draft=bigrams[1]) as batch:
+        batch.add(TOKENS, 0, reader=lambda position, states: seen.append(position + len(states)))
+        replies = batch.add(TOKENS, 10, reader=lambda position, states: seen.append(position + len(states)))
+        list(batch)
+        cancelled = batch.add(TOKENS[:20], 100, temperature=0)
+        batch.advance()
+        batch.cancel(cancelled)
+        again = batch.add(TOKENS[:20], 10, temperature=0)
+        list(batch)
+    assert seen == [len(TOKENS), len(TOKENS)]
+    assert len(replies.tokens) == 10
+    assert again.tokens == list(model.generate_tokens(TOKENS[:20], 10, temperature=0))
+
+
+def test_a_batch_refuses_a_model_and_a_drafter_of_another_one(bigrams: tuple[Path, Path], gemma: Gemma) -> None:
+    model = Model.load(bigrams[0], context=64)
+    with pytest.raises(BridgeError, match="is a llama model, no drafter"):
+        model.batch(2, draft=bigrams[0])
+    with pytest.raises(BridgeError, match="is of another model"):
+        model.batch(2, draft=gemma.file)
+    with pytest.raises(BridgeError, match="draft is of type Model; must be"):
+        model.batch(2, draft=model)  # type: ignore[arg-type]

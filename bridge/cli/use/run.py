@@ -160,17 +160,24 @@ def reply_options(a: argparse.Namespace) -> dict[str, Any]:
 
 def _draft(a: argparse.Namespace) -> Any:
     """What guesses tokens: a name, a model that is loaded, or None."""
-    if a.draft is None:
-        return None
-    from bridge.runtime.replies.speculation import NAMES
-
-    if a.draft in NAMES:
-        return a.draft
+    draft = draft_of(a.draft)
+    if draft is None or draft in _draft_names():
+        return draft
     from bridge.gguf_file.reader import read_gguf
     from bridge.runtime.drafters.draft_file import is_drafter
 
-    path = _gguf_path(a.draft)
-    return path if is_drafter(read_gguf(path).metadata) else load(a, path, a.context)
+    return draft if is_drafter(read_gguf(draft).metadata) else load(a, draft, a.context)
+
+
+def draft_of(draft: str | None) -> str | Path | None:
+    """What --draft names: nothing, a drafter's name, or a file."""
+    return draft if draft is None or draft in _draft_names() else _gguf_path(draft)
+
+
+def _draft_names() -> tuple[str, ...]:
+    from bridge.runtime.replies.speculation import NAMES  # the import takes time
+
+    return NAMES
 
 
 def model_parser(commands: Any, name: str, handler: Any, description: str | None = None) -> argparse.ArgumentParser:

@@ -50,7 +50,7 @@ _PARTS = 8  # at most one part in so many of the weights is repacked before a ba
 class Decoder:
     """The layers of a GGUF with a cache of keys and values.
 
-    followed  float32 [n, hidden]: normalized states of the last tokens that followed
+    followed  float32 [n, hidden]: normalized states of the last tokens that followed; after `step`, until the next one
     tapped    float32 [n, layers * hidden]: states before the layers that `tap` names, of the tokens of the last pass
     given     float32 [n, hidden]: where tokens come with states (`Weights.pairs`), those of the next tokens
     """
@@ -179,8 +179,8 @@ class Decoder:
     def step(self, caches: Sequence[KVCache], tokens: Sequence[int]) -> np.ndarray:
         """Append a token to each cache: float32 [caches, vocab] of what follows; the next call may overwrite them."""
         machine = self._machine_for(caches, len(tokens))
-        hidden = self._through(machine, tokens)
-        return self._finished(machine.scores) if machine.scores.size else self.logits(hidden)
+        self.followed = self._through(machine, tokens)
+        return self._finished(machine.scores) if machine.scores.size else self.logits(self.followed)
 
     def follow(self, tokens: Sequence[int]) -> np.ndarray:
         """Append up to `room` tokens to the decoder's own cache: float32 [n, vocab] of what follows each of them.

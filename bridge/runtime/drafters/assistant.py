@@ -110,6 +110,9 @@ class AssistantDrafter(Drafter):
         self._cache: KVCache = head.file.target.cache
         self._states, self._first = np.zeros((0, target.hidden), np.float32), 0  # of tokens from `_first` on
 
+    def another(self) -> "AssistantDrafter":
+        return AssistantDrafter(self._head)
+
     def begin(self, tokens: Sequence[int], cached: int, cache: Any) -> int:
         self._copied, self._cache = 0, cache
         return cached

@@ -45,7 +45,6 @@ class DFlash:
         c, target = file.config, file.target
         self.file, self.config, self.precision = file, c, target.precision
         layers = file.target_layers()
-        target.tap(layers)
         states = len(layers) * target.config.hidden
         if (fused := file.file["fc.weight"].shape[1]) != states:
             raise file.of_another(f"it reads states of {fused} elements, the model's have {states}")
@@ -100,11 +99,14 @@ class DFlashDrafter(Drafter):
     reads_states = True
 
     def __init__(self, head: DFlash):
-        self._head = head
+        self._head, self.taps = head, head.file.target_layers()
         self.first = self.longest = min(head.block, type(self).longest + 1) - 1  # a block costs the same
         self._stored = [KeysAndValues(layer.heads, head.file.context + head.block) for layer in head.layers]
         self._text: list[int] = []  # of which states are stored, and then some that follow
         self._length = 0  # tokens whose states are
+
+    def another(self) -> "DFlashDrafter":
+        return DFlashDrafter(self._head)
 
     def begin(self, tokens: Sequence[int], cached: int, cache: Any) -> int:
         self._length = min(cached, self._length, common_prefix(self._text, tokens))

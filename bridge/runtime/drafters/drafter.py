@@ -1,7 +1,7 @@
 """What guesses the tokens that follow a text. `replies/speculation.py` checks the guesses, several at a time."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -15,10 +15,16 @@ class Drafter:
 
     first, longest  tokens guessed at first, and after guesses that were all right
     reads_states    whether it wants the model's states of all tokens
+    taps            layers before which it reads the model's states, see `Decoder.tap`
     """
 
     first, longest = FIRST, WIDEST - 1
     reads_states = False
+    taps: tuple[int, ...] = ()
+
+    def another(self) -> Self:
+        """One of the same layers for another text at the same time."""
+        raise NotImplementedError
 
     def begin(self, tokens: Sequence[int], cached: int, cache: Any) -> int:
         """How many of the prompt's first tokens the model need not read again, of `cached` that its cache has."""

@@ -33,7 +33,6 @@ class Eagle3:
     def __init__(self, file: DraftFile):
         c = self.config = file.config
         self.file, self.hidden, self.precision = file, c.hidden, file.target.precision
-        file.target.tap(file.target_layers())
         heads = self.heads = c.heads_of(0)
         q, kv, hidden = c.heads * heads.dim, heads.kv * heads.dim, c.hidden
         states = len(file.target_layers()) * file.target.config.hidden
@@ -112,10 +111,13 @@ class Eagle3Drafter(Drafter):
     reads_states = True
 
     def __init__(self, head: Eagle3):
-        self._head = head
+        self._head, self.taps = head, head.file.target_layers()
         self._stored = KeysAndValues(head.heads, head.file.context)
         self._text: list[int] = []  # whose pairs are stored: one fewer than tokens
         self._fused = np.zeros((0, head.hidden), np.float32)  # g of tokens that have no pair yet
+
+    def another(self) -> "Eagle3Drafter":
+        return Eagle3Drafter(self._head)
 
     def begin(self, tokens: Sequence[int], cached: int, cache: Any) -> int:
         pairs = min(cached, max(0, common_prefix(self._text, tokens) - 1))

@@ -35,7 +35,7 @@ def open_drafter(path: str | Path, target: Any, tokenizer: Tokenizer) -> Head:
     file = open_gguf(path)
     if file.arch not in DRAFTERS:
         raise BridgeError(
-            f"{path}: is a {file.arch} model, no drafter: load it, and give {parameter('draft')} the model"
+            f"{path}: is a {file.arch} model, no drafter; a model guesses in `run`, or once it is loaded in `generate`"
         )
     head: Head = _KINDS[DRAFTERS[file.arch].kind](DraftFile(file, target, tokenizer))
     return head

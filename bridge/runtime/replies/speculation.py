@@ -41,6 +41,13 @@ class NgramDrafter(Drafter):
         self._ends: dict[tuple[int, ...], int] = {}  # of an n-gram -> the place after it, but for the text's end
         self._known = 0  # tokens whose n-grams are in it
 
+    def another(self) -> "NgramDrafter":
+        return NgramDrafter()
+
+    def begin(self, tokens: Sequence[int], cached: int, cache: Any) -> int:
+        self._ends, self._known = {}, 0
+        return cached
+
     def propose(self, tokens: Sequence[int], most: int) -> list[int]:
         for end in range(self._known, len(tokens)):
             for order in _ORDERS:
@@ -89,6 +96,9 @@ class HeadDrafter(Drafter):
     def __init__(self, head: PredictionHead):
         self._head = head
         self._states = np.zeros((0, head.decoder.config.hidden), np.float32)  # of tokens that the head has not read
+
+    def another(self) -> "HeadDrafter":
+        return HeadDrafter(self._head.another())
 
     def begin(self, tokens: Sequence[int], cached: int, cache: Any) -> int:
         return self._head.start(tokens, cached)
@@ -153,6 +163,17 @@ class Speculation:
             self._pause = min(self._failures, _LONGEST_PAUSE)
 
 
+def kept_by(drafter: Drafter, tokens: Sequence[int], cached: int, cache: Any) -> int:
+    """Begin a prompt: how many of its first tokens, of `cached` that the cache has, need not be read again."""
+    return drafter.begin(tokens, cache.reach(drafter.begin(tokens, cached, cache)), cache)
+
+
+def tap(drafter: Drafter, decoder: Any) -> None:
+    """Have a decoder keep what a drafter reads between its layers."""
+    if drafter.taps:
+        decoder.tap(drafter.taps)
+
+
 def drawn_with(
     speculation: Speculation, decoder: Any, tokens: Sequence[int], sampler: Sampler, cached: int
 ) -> Iterator[int]:
@@ -163,6 +184,7 @@ def drawn_with(
     parts = range(cached, len(tokens), BATCH if drafter.reads_states else len(tokens))
     for start in parts:  # what a drafter reads of a long prompt is not held together
         part = tokens[start : start + parts.step]
+        tap(drafter, decoder)
         states = decoder.run(part, len(part) if drafter.reads_states else 1)
         drafter.read(start + len(part) - len(states), states, tapped_by(decoder))
     rows = decoder.logits(states[-1:])
@@ -177,6 +199,7 @@ def drawn_with(
             if not right:
                 break
         guesses, position = speculation.guesses(decoder.room() - 1), cache.length
+        tap(drafter, decoder)
         rows = decoder.follow([token, *guesses])
         drafter.read(position, decoder.followed, tapped_by(decoder))
 
