@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -19,6 +20,7 @@ from bridge.runtime.drafters.attention import KeysAndValues
 from bridge.runtime.model import Model
 from bridge.runtime.replies import speculation
 from scripts.peers.llama.llama_drafts import reply
+from tests.conftest import PATIENCE
 from tests.support.drafter_models import DRAFTERS, DrafterModel, Shapes, layer_shapes, write_config
 from tests.support.encode import load_floats
 from tests.support.family_models import copy_tokenizer, new_model, randomized
@@ -581,12 +583,17 @@ PROMPTS = [TOKENS[:20], [*TOKENS[:10], *TOKENS[30:]], TOKENS[:1], [*TOKENS, *TOK
 
 
 def check_together(pair: Pair | Gemma) -> None:
-    """The replies are those without guesses, whether there are columns for guesses of all or contexts for all."""
-    model = Model.load(pair.model, context=256)
+    """The replies are those without guesses, whether there are columns for guesses of all or contexts for all; a
+    single one has the guesses that it has alone."""
+    model, prompts = Model.load(pair.model, context=256), [*PROMPTS[:-1], TOKENS[:45]]
     for sequences in (2, 5):
-        for generation in made_together(model, pair.file, PROMPTS, 20, sequences):
+        for generation in made_together(model, pair.file, prompts, 20, sequences):
             assert generation.tokens == list(model.generate_tokens(generation.prompt, 20, temperature=0))
             assert generation.speculation.drafted > 3
+    list(model.generate_tokens(TOKENS[:20], 20, temperature=0, draft=pair.file))
+    single, alone = made_together(model, pair.file, prompts[:1], 20, 1)[0].speculation, model.timing.speculation
+    assert alone is not None
+    assert (single.drafted, single.accepted) == (alone.drafted, alone.accepted)
 
 
 def test_sequences_made_together_have_the_guesses_of_an_eagle_head(eagle: Pair) -> None:
@@ -644,6 +651,33 @@ def test_prompts_that_are_only_read_need_no_guesses(bigrams: tuple[Path, Path]) 
     assert seen == [len(TOKENS), len(TOKENS)]
     assert len(replies.tokens) == 10
     assert again.tokens == list(model.generate_tokens(TOKENS[:20], 10, temperature=0))
+
+
+def test_the_server_takes_a_drafter_and_counts_its_guesses(bigrams: tuple[Path, Path]) -> None:
+    httpx = pytest.importorskip("httpx")
+    from tests.serve.conftest import Server
+
+    model, prompts = Model.load(bigrams[0], context=128), [TOKENS[:20], TOKENS[20:30], TOKENS[:5]]
+    server = Server(bigrams[0], "--draft", str(bigrams[1]), "--context", "128")
+    try:
+        asked = {"prompt": prompts, "max_tokens": 40, "temperature": 0}
+        answer = httpx.post(f"{server.url}/v1/completions", json=asked, timeout=PATIENCE).json()
+        metrics = httpx.get(f"{server.url}/metrics", timeout=PATIENCE).text
+    finally:
+        assert server.stop()[0] == (0 if os.name == "posix" else 1)  # Windows ends a process without asking it
+    expected = ["".join(model.generate(prompt, 40, temperature=0)) for prompt in prompts]
+    assert [choice["text"] for choice in answer["choices"]] == expected
+    counts = dict(re.findall(r"^gguf_bridge_(\w+) (\d+)$", metrics, re.MULTILINE))
+    assert int(counts["generated_tokens_total"]) == 120
+    assert int(counts["guessed_tokens_total"]) >= int(counts["guessed_tokens_right_total"]) > 50
+
+
+def test_the_server_refuses_a_model_as_a_drafter(
+    bigrams: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("uvicorn")
+    assert main(["serve", str(bigrams[0]), "--port", "0", "--draft", str(bigrams[0])]) == 2
+    assert "is a llama model, no drafter; a model guesses in `run`, or once it is loaded in" in capsys.readouterr().err
 
 
 def test_a_batch_refuses_a_model_and_a_drafter_of_another_one(bigrams: tuple[Path, Path], gemma: Gemma) -> None:
