@@ -173,7 +173,7 @@ def add_output(p: argparse.ArgumentParser) -> None:
     """The options of what is written, and by how many threads."""
     from bridge.conversion.planning.options import ConvertOptions
 
-    names = ["mmproj_type", "no_mtp", "split_max_size", "modelfile", "force", "threads"]
+    names = ["mmproj_type", "no_mtp", "target_model", "split_max_size", "modelfile", "force", "threads"]
     add_options(p, "output", ConvertOptions, names)
     add_no_mmproj(p)
     add_report(p)

@@ -190,7 +190,7 @@ def _measured(
             check_text(text)
     calibrate, notes = with_length(ckpt, options.calibrate)
     if calibrate.method == "imatrix":
-        outline = given_plan or outline_of(ckpt, options.pre, options.template, options.no_mtp)
+        outline = given_plan or outline_of(ckpt, options.pre, options.template, options.no_mtp, options.target_model)
         importance = measured_importance(ckpt, outline.tensors, calibrate)
     return calibrate, importance, notes
 

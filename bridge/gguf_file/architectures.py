@@ -239,6 +239,23 @@ ARCHITECTURES = {
     "qwen35": _TILED, "qwen35moe": _TILED, "qwen3next": Graph(**_DELTA, state=State(DELTA, joined=True)),
 }  # fmt: skip
 
+EAGLE, ASSISTANT, BLOCK = "eagle", "assistant", "block"
+
+
+@record
+class DraftGraph:
+    """An architecture whose models guess tokens for another one: how (EAGLE, ASSISTANT or BLOCK), and its layers."""
+
+    kind: str
+    graph: Graph
+
+
+DRAFTERS = {
+    "eagle3": DraftGraph(EAGLE, Graph(neighbours=True)),
+    "dflash": DraftGraph(BLOCK, Graph(normed=True, windows=Windows(None, tokens=0, base=None))),
+    "gemma4-assistant": DraftGraph(ASSISTANT, ARCHITECTURES["gemma4"]),
+}
+
 
 def read_windows(arch: str, get: Callable[[str], Any], layers: int) -> tuple[int, tuple[bool, ...]]:
     """Tokens of the window, and whether each layer has it; 0 and () where none does.
@@ -247,7 +264,7 @@ def read_windows(arch: str, get: Callable[[str], Any], layers: int) -> tuple[int
 
     Raises BridgeError for keys that are missing or of the wrong kind.
     """
-    rule = ARCHITECTURES[arch].windows
+    rule = (ARCHITECTURES[arch] if arch in ARCHITECTURES else DRAFTERS[arch].graph).windows
     if rule is None or rule.layers not in (0, layers):
         return 0, ()
     tokens = get("attention.sliding_window")

@@ -31,6 +31,7 @@ from bridge.models.sentence_transformers import DENSE, pooling_type
 from bridge.models.table import fill_table, invert_table
 from bridge.models.tokenizer.gguf_tokenizer import read_tokenizer
 from bridge.models.tokenizer.special_tokens import stripping_name
+from bridge.models.tokenizer.vocabulary import GGUFTokenizer
 from bridge.models.wrapper import ANY_TEXT, has_parts, name_in_parts, renamed, text_config, text_names
 from bridge.system.storage.files import read_json
 
@@ -61,7 +62,7 @@ def float_layers(config: dict[str, Any], folder: Path, modules: Iterable[str]) -
 
 def describe_model(
     config: dict[str, Any], folder: Path, names: Mapping[str, Sequence[int]] | Collection[str], pre: str | None = None,
-    no_mtp: bool = False,
+    no_mtp: bool = False, target: str | Path | None = None,
 ) -> Outline:  # fmt: skip
     """The outline of the GGUF that a checkpoint becomes.
 
@@ -72,6 +73,7 @@ def describe_model(
             config may exceed them
     pre     overrides the recognition of tokenizer.ggml.pre
     no_mtp  whether layers that predict further tokens are left out, where llama.cpp has a place for them
+    target  the folder of the model that a drafter guesses tokens for, where its own folder does not say all
 
     Raises:
         BridgeError: the architecture, a rule of the config or the tokenizer is unknown; a key or a
@@ -83,7 +85,12 @@ def describe_model(
     more: list[str] = []
     inner = text_config(config) if family.wrapped else config
     if family.starts:
-        stored_names = {_without_start(name, family): stored for name, stored in stored_names.items()}
+        stored_names = {_with_start(name, family): stored for name, stored in stored_names.items()}
+    if isinstance(layers_config := inner.get(family.nested), dict):
+        inner = {**inner, **layers_config}
+    if family.needs_target:  # its embeddings and head are in the file or not, each by itself
+        inner = {**inner, "tie_word_embeddings": False}
+    target_config = _target(family, folder, target)
     stored_names, names_note = _with_prefix(stored_names, family)
     if headless := _headless(stored_names, family, inner):
         inner = {**inner, "tie_word_embeddings": True}
@@ -95,8 +102,10 @@ def describe_model(
         else:
             stored_names, more = without_prediction(stored_names, layers)
     sides = {name: max(names[name], default=0) for name in stored_names.values()} if isinstance(names, Mapping) else {}
+    if target_config is not None:  # whose embeddings and head a drafter may use
+        sides[str(target_config.path)] = target_config.integer("vocab_size")
     longest = max(sides.items(), key=lambda side: side[1], default=None)
-    values = Config(inner, folder / "config.json", longest, family.names, len(stored_names))
+    values = Config(inner, folder / "config.json", longest, family.names, len(stored_names), target_config)
     for expected in family.expects:
         default = family.keys.get(expected.key, expected.values[0])
         unless = f" without {parameter('template')}, a GGUF of the same model" if expected.by_template else ""
@@ -116,8 +125,7 @@ def describe_model(
     shapes = {name: names[stored] if isinstance(names, Mapping) else () for name, stored in stored_names.items()}
     outline = fill_table(family, args, shapes)
     renamed(outline, stored_names)
-    generation = read_json(folder / "generation_config.json", optional=True)
-    tokenizer = read_tokenizer(values, folder, generation, pre, family.tokenizer)
+    tokenizer = _tokenizer(values, folder, pre, family)
     writer = gguf.GGUFWriter(None, family.arch)
     for tensor in outline.tensors:  # the writer counts parameters
         writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), 0)
@@ -128,12 +136,14 @@ def describe_model(
     args.add_metadata(writer, family.layer_norm, family.rotary)
     if (pooling := pooling_type(folder)) is not None:
         writer.add_pooling_type(gguf.PoolingType(pooling))
+    of_tokens = {key: family_keys.pop(key) for key in [*family_keys] if key.startswith("tokenizer.")}
     for key, value in family_keys.items():
         writer.kv_data[0].pop(f"{family.arch}.{key}", None)
         if value is not None:
             writer.kv_data[0][f"{family.arch}.{key}"] = value
     tokenizer.chat_templates |= family.templates(values)
     tokenizer.add_metadata(writer)
+    writer.kv_data[0] |= {key: value for key, value in of_tokens.items() if value is not None}
     outline.metadata = writer.kv_data[0]
     if templates := outline.metadata.get(gguf.Keys.Tokenizer.CHAT_TEMPLATES):
         templates.value = sorted(templates.value)  # gguf makes it from a set, whose order differs between processes
@@ -143,6 +153,33 @@ def describe_model(
     outline.notes = [*note, *names_note, *headless]
     outline.notes += [*left_out(more), *args.notes, *own_notes, *tokenizer.notes, *strip_notes, *notes]
     return outline
+
+
+def _target(family: Family, folder: Path, target: str | Path | None) -> Config | None:
+    """The config of the model that a drafter guesses for; BridgeError where it is missing, or of no use."""
+    if target is None and family.needs_target:
+        raise BridgeError(
+            f"{folder}: is a drafter ({family.arch}), whose tokenizer is that of the model that it guesses for: name "
+            f"that model's folder with {parameter('target_model', 'DIR')}"
+        )
+    if target is None:
+        return None
+    if not family.needs_target:
+        raise BridgeError(
+            f"{parameter('target_model', target)}: {folder} is a {family.arch} model, which needs no other; leave it "
+            "out"
+        )
+    config = read_json(Path(target) / "config.json")
+    return Config(text_config(config), Path(target) / "config.json")
+
+
+def _tokenizer(values: Config, folder: Path, pre: str | None, family: Family) -> GGUFTokenizer:
+    """The tokenizer of a model's folder, or of that of the model that it guesses for."""
+    if values.target is not None:
+        folder, family = values.target.path.parent, _family(values.target)[0]
+        values = replace(values.target, values={**values.target.values, "vocab_size": values.integer("vocab_size")})
+    generation = read_json(folder / "generation_config.json", optional=True)
+    return read_tokenizer(values, folder, generation, pre, family.tokenizer)
 
 
 def tensors_of_gguf(
@@ -221,9 +258,10 @@ def _with_more(args: Arguments, family: Family, values: Config) -> Arguments:
     return args if family.factors is None else replace(args, factors=family.factors(values, args))
 
 
-def _without_start(name: str, family: Family) -> str:
-    """A name as the table has it: without what it may begin with, and with today's names of a norm's parts."""
-    name = name.removeprefix(next((start for start in family.starts if name.startswith(start)), ""))
+def _with_start(name: str, family: Family) -> str:
+    """A name as the table has it: with the table's start, and today's names of a norm's parts."""
+    start = next((start for start in family.starts if name.startswith(start)), "")
+    name = family.starts.get(start, "") + name.removeprefix(start)
     module, _, part = name.rpartition(".")
     return f"{module}.{_OLD_PARTS[part]}" if part in _OLD_PARTS else name
 

@@ -147,7 +147,6 @@ class Family:
     mtp            modules after mtp. -> what they are called in a layer, where checkpoints have mtp.*; all others are
                    called the same
     templates      chat templates that its models have beside those of the checkpoint: config -> name -> text
-    starts         what names in checkpoints may begin with, before the table's
     unneeded       beginnings of the names of tensors that the GGUF has no use for
     bare           whether checkpoints are published without the start of the table's names, "transformer." of GPT-2
     chosen         whether it is the one for a config.json, where an architecture's name stands for several families
@@ -160,6 +159,11 @@ class Family:
     alternative    a part of the names, of several that a row knows (`Row.also`), that its checkpoints have
     of_parts       `alternative` in a model of several parts, with `unstacked`
     unstacked      whether the experts that its float checkpoints have in stacks are modules in quantized ones
+    drafter        whether its models guess tokens for another one: they have config.json of their own alone
+    needs_target   whether the tokenizer, and some keys, are those of the model that it guesses for
+    nested         the key of config.json that may hold the keys of its layers
+    starts         beginnings of names in some checkpoints -> what the table has for them
+    ignored        beginnings of names of tensors that llama.cpp's graph computes without
     """
 
     titles: tuple[str, ...]
@@ -182,7 +186,6 @@ class Family:
     predicts: str | None = None
     mtp: Mapping[str, str] = field(default_factory=dict)
     templates: Callable[[Config], Mapping[str, str]] = lambda _config: {}
-    starts: tuple[str, ...] = ()
     unneeded: tuple[str, ...] = ()
     bare: bool = False
     chosen: Callable[[Config], bool] = lambda _config: True
@@ -194,6 +197,11 @@ class Family:
     alternative: str = ""
     of_parts: str = ""
     unstacked: bool = False
+    drafter: bool = False
+    needs_target: bool = False
+    nested: str = ""
+    starts: Mapping[str, str] = field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
     named_as: str = ""
 
     @property

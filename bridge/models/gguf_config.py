@@ -37,9 +37,10 @@ _POSITIVE = (
 def family_of_gguf(metadata: Mapping[str, Any]) -> Family:
     """The family of a GGUF with this metadata; BridgeError for an unknown architecture."""
     arch = metadata.get("general.architecture")
-    families = [family for family in ALL if family.arch == arch]
+    models = [family for family in ALL if not family.drafter]
+    families = [family for family in models if family.arch == arch]
     if not families:
-        known = ", ".join(dict.fromkeys(family.arch for family in ALL))
+        known = ", ".join(dict.fromkeys(family.arch for family in models))
         raise BridgeError(f"no config.json can be made for architecture {arch!r}; known are {known}")
     return next((f for f in families if f.in_gguf(lambda key: metadata.get(f"{arch}.{key}"))), families[0])
 

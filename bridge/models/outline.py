@@ -23,7 +23,7 @@ Origin = Literal["checkpoint", "config", "template", "scale"]
 FRAMES = ("frame 0", "frame 1")
 CHANGES = (
     "transposed", "conv1d", "squeezed", "scalar", "patches", "colours first", "swapped", "+1", "-exp", "softplus",
-    "unit columns", *FRAMES,
+    "unit columns", "targets", *FRAMES,
 )  # fmt: skip
 
 COLOURS = 3
@@ -46,6 +46,7 @@ class Part:
              "frame 0", "frame 1": filters of one of two frames, of [out, in, frames, height, width].
              "softplus": log(1 + e to the power of it). "scalar": one number as a vector, which may be infinite.
              "unit columns": each of length one.
+             "targets": whole numbers, each counted from its own place, as numbers that are counted from 0.
              "patches": [out, side * side * colours] as filters [out, colours, side, side]; "colours first": the
              same order of columns, or of a vector's elements, in the old shape. "swapped": the first two dimensions.
              "conv1d": transposed where it is floats, for quantizers turn such layers into linear ones

@@ -273,6 +273,8 @@ class _Filled:
                 unused.append(name)
             elif name in biases:
                 zero_only.append(name)
+            elif name.startswith(self.family.ignored):
+                unused.append(name)
             elif name == f"{HEAD.source}.weight":
                 unused.append(name)  # a copy of tied embeddings
             elif not _BUFFERS.match(name):

@@ -29,6 +29,8 @@ from bridge.runtime.config.decoder_config import DecoderConfig
 from bridge.runtime.decoder.decoder import Decoder
 from bridge.runtime.decoder.prediction import PredictionHead
 from bridge.runtime.decoder.shared import SharedDecoder
+from bridge.runtime.drafters.drafter import Drafter
+from bridge.runtime.drafters.opened import open_drafter
 from bridge.runtime.layers.lora import add_adapter
 from bridge.runtime.reader import GGUFFile, open_gguf
 from bridge.runtime.replies.batch import MAX_BATCH, Batch
@@ -36,7 +38,7 @@ from bridge.runtime.replies.continuations import continuation_scores
 from bridge.runtime.replies.drawing import Timing, reply_tokens, run_batch
 from bridge.runtime.replies.generation import ScoredToken, scored, stop_texts, until
 from bridge.runtime.replies.scoring import TokenScorer
-from bridge.runtime.replies.speculation import Drafter, check_decoder, drafter_for
+from bridge.runtime.replies.speculation import drafter_for
 from bridge.runtime.sampling import ReplyKeywords, Sampler
 from bridge.runtime.tokenizer import Tokenizer
 from bridge.runtime.vectors import Vectors
@@ -67,6 +69,7 @@ class Model(Vectors):
         self.timing = Timing()
         self._file = file
         self._template = ChatTemplate(file.metadata, file.path)
+        self._drafters: dict[Path, Drafter] = {}  # the last one in use
         self._shared = SharedDecoder(file, self.config, self.context, kv, precision, device)
         if len(self.tokenizer) > self._decoder.vocab:
             raise BridgeError(
@@ -254,7 +257,7 @@ class Model(Vectors):
     @checked
     def generate(
         self, prompt: str | Sequence[int], max_tokens: int = 256, stop: str | Sequence[str] | None = (),
-        draft: "str | Model | None" = None, **sampling: Unpack[ReplyKeywords],
+        draft: "str | Path | Model | None" = None, **sampling: Unpack[ReplyKeywords],
     ) -> Iterator[str]:  # fmt: skip
         """Continue a text, piece by piece as tokens come; pieces are whole characters.
 
@@ -262,7 +265,8 @@ class Model(Vectors):
         stop      texts that end the reply and are not part of it, besides the model's own end tokens
         draft     what guesses tokens, which are then checked several at a time: the reply is the same, and comes sooner
                   where guesses are right. "ngram": what followed the last tokens when they last came; "mtp": what the
-                  file's own layer for that predicts; or another Model of the same vocabulary, whose context is taken.
+                  file's own layer for that predicts; a path: a drafter's GGUF (EAGLE-3, DFlash, Gemma 4's assistant),
+                  on the CPU; or another Model of the same vocabulary, whose context is taken.
                   See `bridge.runtime.replies.speculation`
         sampling  fields of `bridge.runtime.sampling.Sampling`: temperature (0: always the most likely token), top_k,
                   top_p, min_p, seed, repeat_penalty, repeat_last_n, frequency_penalty, presence_penalty, logit_bias
@@ -277,7 +281,7 @@ class Model(Vectors):
 
     @checked
     def generate_tokens(
-        self, prompt: str | Sequence[int], max_tokens: int = 256, draft: "str | Model | None" = None,
+        self, prompt: str | Sequence[int], max_tokens: int = 256, draft: "str | Path | Model | None" = None,
         **sampling: Unpack[ReplyKeywords],
     ) -> Iterator[int]:  # fmt: skip
         """As `generate`, in token ids; without the end token."""
@@ -286,7 +290,8 @@ class Model(Vectors):
     @checked
     def generate_scored(
         self, prompt: str | Sequence[int], max_tokens: int = 256, logprobs: int = 0,
-        stop: str | Sequence[str] | None = (), draft: "str | Model | None" = None, **sampling: Unpack[ReplyKeywords],
+        stop: str | Sequence[str] | None = (), draft: "str | Path | Model | None" = None,
+        **sampling: Unpack[ReplyKeywords],
     ) -> Iterator[ScoredToken]:  # fmt: skip
         """As `generate`, token by token with the log-probability of each, and of the `logprobs` most likely ones.
 
@@ -332,11 +337,13 @@ class Model(Vectors):
                 raise generation.error
         return [generation.text for generation in generations]
 
-    def batch(self, sequences: int = MAX_BATCH, draft: str | None = None) -> Batch:
+    @checked
+    def batch(self, sequences: int = MAX_BATCH, draft: str | Path | None = None) -> Batch:
         """Several sequences that are made together, and may be added and cancelled at any time; see `Batch`.
 
         sequences  contexts, at most 8; further sequences wait until one is free
-        draft      "ngram": guess tokens as in `generate`, while no more than 4 sequences are made at once
+        draft      "ngram", "mtp" or a drafter's GGUF: guess tokens as in `generate`, while no more than 4 sequences are
+                   made at once
 
         The model's own context stays as it is; each of these takes as much memory. On the CPU alone.
         """
@@ -345,15 +352,14 @@ class Model(Vectors):
             raise BridgeError(
                 f"device {self.device}: several sequences at once only run on the CPU; generate one after another"
             )
-        if draft is not None:
-            check_decoder(self._decoder)
-        return Batch(lambda: self._decoder, self.tokenizer, self._shared.lock, self._start, sequences, draft)
+        drafter = None if draft is None else drafter_for(self, draft)
+        return Batch(lambda: self._decoder, self.tokenizer, self._shared.lock, self._start, sequences, drafter)
 
     @checked
     def chat(
         self, messages: Sequence[Mapping[str, Any]], max_tokens: int = 256,
         template_options: Mapping[str, Any] | None = None, stop: str | Sequence[str] | None = (),
-        draft: "str | Model | None" = None, **sampling: Unpack[ReplyKeywords],
+        draft: "str | Path | Model | None" = None, **sampling: Unpack[ReplyKeywords],
     ) -> Iterator[str]:  # fmt: skip
         """The model's reply to [{"role": "user", "content": ...}, ...], by the file's own chat template.
 
@@ -442,3 +448,12 @@ class Model(Vectors):
     def prediction_head(self) -> PredictionHead:
         """The layer that predicts a token further (MTP); BridgeError where the file has none."""
         return self._shared.prediction_head()
+
+    def drafter(self, path: str | Path) -> Drafter:
+        """What guesses tokens by a drafter's GGUF, opened when first asked for; BridgeError if it does not fit."""
+        with self._shared.lock:
+            path = Path(path)
+            if path not in self._drafters:
+                head = open_drafter(path, self._decoder, self.tokenizer)
+                self._drafters = {path: head.drafter()}
+            return self._drafters[path]

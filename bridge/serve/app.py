@@ -67,7 +67,7 @@ class Limits:
     local      whether only names of this machine are taken as its host: no page elsewhere can then ask it by another
     pooling    of /v1/embeddings; None: the file's own, or the mean
     sampling   defaults of requests
-    draft      what guesses tokens: "ngram" or None
+    draft      what guesses tokens, see `Model.batch`
     """
 
     sequences: int = 8
@@ -77,7 +77,7 @@ class Limits:
     local: bool = True
     pooling: str | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
-    draft: str | None = None
+    draft: str | Path | None = None
 
 
 def make_app(model: Model, limits: Limits, engine: Engine) -> Starlette:

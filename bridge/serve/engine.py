@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from bridge.errors import BridgeError
@@ -65,6 +66,7 @@ class Stream:
         self.generation: Generation | None = None
         self.begun = self.first = time.monotonic()  # of the request, and of the first update
         self.ended = False
+        self.counted = 0  # tokens drawn that the engine has counted
         self._updates: asyncio.Queue[Update] = asyncio.Queue()
 
     def put(self, update: Update) -> None:
@@ -91,7 +93,7 @@ class Engine:
     draft      what guesses tokens, see `Model.batch`
     """
 
-    def __init__(self, model: Model, sequences: int, waiting: int, draft: str | None = None):
+    def __init__(self, model: Model, sequences: int, waiting: int, draft: str | Path | None = None):
         self.model, self.draft = model, draft
         self.batch = model.batch(sequences, draft)
         self.most = sequences + waiting
@@ -243,7 +245,8 @@ class Engine:
                 continue
             text, tokens = generation.take()
             error = None if generation.error is None else str(generation.error)
-            self.generated_tokens += generation.drawn > 0
+            self.generated_tokens += generation.drawn - stream.counted
+            stream.counted = generation.drawn
             if generation.finish is not None:
                 self.kept_tokens += generation.kept
                 del self._streams[id(generation)]

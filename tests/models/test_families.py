@@ -34,6 +34,7 @@ LOCAL_LINEAR = {"full_attention": FULL, "sliding_attention": FULL | {"rope_type"
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64}  # fmt: skip
 TWO_BASES = {"full_attention": FULL, "sliding_attention": FULL | {"rope_theta": 10000.0}}
+GUESSES = "as [`--draft`](#drafters), on the CPU"  # where drafters run
 CASES = [
     (title, json.loads(config), lines)
     for title, config, *lines in (
@@ -100,7 +101,8 @@ def test_the_docs_list_every_family_and_tell_where_it_runs() -> None:
     rows: dict[str, list[str]] = {}
     for names, where in (line.strip("| ").split(" | ") for line in lines):
         rows.setdefault(where, []).extend(names.split(", "))
-    assert {*rows} - {"no, only llama.cpp"} == {"yes", "on the CPU"}
+    assert {*rows} - {"no, only llama.cpp"} == {"yes", "on the CPU", GUESSES}
+    assert sorted(rows[GUESSES]) == sorted(title for family in ALL if family.drafter for title in family.titles)
     listed = sorted(name for names in rows.values() for name in names)
     assert listed == sorted(title for family in ALL for title in family.titles)
     here = {title for family in ALL for title in family.titles if family.arch in ARCHITECTURES}

@@ -12,10 +12,13 @@ from bridge.models import describe_model
 from bridge.models.gguf_config import ROPE_FACTORS, add_rope_factors, config_of_gguf
 from bridge.models.outline import Outline
 from tests.models.test_families import CASES, CONFIG, TENSOR_NAME
+from tests.support.drafter_models import DRAFTERS
 from tests.support.family_models import copy_tokenizer
 from tests.support.make_families import GOLDENS
 
-GOLDEN = {path.stem: json.loads(path.read_text()) for path in sorted(GOLDENS.glob("*.json"))}
+GOLDEN = {
+    path.stem: json.loads(path.read_text()) for path in sorted(GOLDENS.glob("*.json")) if path.stem not in DRAFTERS
+}
 # config.json, and the names of the tensors with their shapes, if these are known
 MODELS = {name: (golden["config"], golden["checkpoint"]) for name, golden in GOLDEN.items()} | {
     title: (

@@ -96,6 +96,27 @@ def test_the_reply_is_the_one_without_guesses(name: str, kv: str, folder: Path, 
         )
 
 
+@repacked
+@pytest.mark.parametrize("name", ["glm4-moe", "qwen3.5"])
+def test_sequences_made_together_have_the_layers_guesses(name: str, folder: Path, tmp_path: Path) -> None:
+    """The replies are those without; a single one has the guesses that it has alone."""
+    if name != "glm4-moe":
+        folder = save_predicting(name, tmp_path / "model", **HEADS.get(name, {}))
+    model = bridge.Model.load(converted(folder, "Q8_0"), context=64)
+    prompts = [TOKENS[:20], [*TOKENS[:10], *TOKENS[30:]], TOKENS[:1]]
+    for sequences in (1, 2):
+        with model.batch(sequences, draft="mtp") as batch:
+            generations = [batch.add(prompt, 30, temperature=0) for prompt in prompts]
+            list(batch)
+        for prompt, generation in zip(prompts, generations, strict=True):
+            assert generation.tokens == list(model.generate_tokens(prompt, 30, temperature=0))
+            assert generation.speculation.drafted > 3
+        if sequences == 1:
+            list(model.generate_tokens(prompts[0], 30, temperature=0, draft="mtp"))
+            alone, single = model.timing.speculation, generations[0].speculation
+            assert (single.drafted, single.accepted) == (alone.drafted, alone.accepted)
+
+
 def without_own_embeddings(folder: Path, out: Path) -> Path:
     """The model with the layer's embeddings and head gone: it shares the model's."""
     from safetensors.numpy import save_file
@@ -178,3 +199,5 @@ def test_a_file_without_such_a_layer_is_refused(folder: Path, tmp_path: Path) ->
     bridge.convert(folder, tmp_path / "m.gguf", no_mtp=True)
     with pytest.raises(BridgeError, match=r"m\.gguf: has no layer that predicts a further token \(MTP\)"):
         bridge.Model.load(tmp_path / "m.gguf").prediction_head()
+    with pytest.raises(BridgeError, match="has no layer that predicts"):
+        bridge.Model.load(tmp_path / "m.gguf").batch(2, draft="mtp")

@@ -265,7 +265,7 @@ def test_a_model_that_cannot_guess_for_another_is_refused(model: Model, path: Pa
     ("draft", "said"),
     [
         ("guess", r"unknown draft .*: choose ngram"),
-        (3, "draft is of type int; must be a text or Model or None"),
+        (3, "draft is of type int; must be a path or Model or None"),
         (["ngram"], "draft is of type list; must be"),
     ],
 )

@@ -51,8 +51,8 @@ def load_floats(folder: Path) -> dict[str, np.ndarray]:
         raw = data[start + first : start + stop]
         if entry["dtype"] == "BF16":
             values = (np.frombuffer(raw, np.uint16).astype(np.uint32) << 16).view(np.float32)
-        elif entry["dtype"] == "I64":
-            values = np.frombuffer(raw, np.int64)
+        elif entry["dtype"] in ("I64", "BOOL"):
+            values = np.frombuffer(raw, {"I64": np.int64, "BOOL": np.bool_}[entry["dtype"]])
         else:
             values = np.frombuffer(raw, {"F16": np.float16, "F32": np.float32}[entry["dtype"]]).astype(np.float32)
         tensors[name] = values.reshape(entry["shape"])
@@ -61,7 +61,7 @@ def load_floats(folder: Path) -> dict[str, np.ndarray]:
 
 def halves(values: np.ndarray) -> np.ndarray:
     """Floats as float16, integers as they are."""
-    return values if values.dtype.kind == "i" else values.astype(np.float16)
+    return values if values.dtype.kind in "ib" else values.astype(np.float16)
 
 
 def quantize(weight: np.ndarray, bits: int, group_size: int, sym: bool, desc_act: bool = False) -> Quantized:

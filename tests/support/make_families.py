@@ -24,6 +24,7 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
+from tests.support.drafter_models import DRAFTERS, write_config
 from tests.support.encoder_models import CONVERTED, new_encoder
 from tests.support.family_models import MODELS, PUBLISHED_AS, TEMPLATES, copy_tokenizer, new_model
 
@@ -46,8 +47,15 @@ def values_of(name: str, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def stored_values_of(name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """`values_of`; of DeepSeek V4 also its experts of 4-bit floats and its table of experts."""
+    """`values_of`; of DeepSeek V4 also its experts of 4-bit floats and its table of experts, of EAGLE-3 the tokens
+    of the head."""
     numbers = np.arange(np.prod(shape), dtype=np.int64) * 7919 + zlib.crc32(name.encode())
+    if name == "d2t":  # every third token
+        return 2 * np.arange(shape[0])
+    if name.endswith("token_ordering"):
+        return np.arange(shape[0])
+    if name == "t2d":
+        return np.arange(shape[0]) % 3 == 0
     if name.endswith("tid2eid"):
         return (numbers % 4).reshape(shape)
     if name.endswith(".scale") and DEEPSEEK4S_EXPERT.search(f"{name.removesuffix('scale')}weight"):
@@ -191,6 +199,13 @@ def as_dots3_note(folder: Path) -> None:
 
 def save_checkpoint(name: str, folder: Path) -> dict[str, tuple[int, ...]]:
     """A checkpoint of a family's names and shapes with made-up values; returns the shapes."""
+    if name in DRAFTERS:
+        model = DRAFTERS[name]
+        write_config(folder, model.config)
+        weights = {key: stored_values_of(key, shape) for key, shape in model.shapes.items()}
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+        copy_tokenizer(folder)
+        return model.shapes
     name, with_mtp = name.removesuffix(MTP), name.endswith(MTP)
     new_model(name).save_pretrained(folder, save_original_format=True)
     text = (folder / "config.json").read_text()
@@ -251,7 +266,7 @@ def main(llama_cpp: Path, names: list[str]) -> None:
     TextModel.get_vocab_base_pre = lambda self, tokenizer: "llama-bpe"
     for goldens in (GOLDENS, ENCODER_GOLDENS):
         goldens.mkdir(exist_ok=True)
-    models = (MODELS | TEMPLATES | CONVERTED).keys() - UNKNOWN
+    models = (MODELS | TEMPLATES | CONVERTED | DRAFTERS).keys() - UNKNOWN
     for name in names or [*models, *(f"{name}{MTP}" for name in PREDICTING)]:
         with tempfile.TemporaryDirectory() as where, torch.inference_mode():
             folder, out = Path(where) / (name if name in CONVERTED else "model"), Path(where) / "out.gguf"
@@ -265,7 +280,10 @@ def main(llama_cpp: Path, names: list[str]) -> None:
             if name not in CONVERTED:
                 kind.set_vocab = TextModel._set_vocab_gpt2  # what the tokenizer is, whatever the family usually has
             floats = gguf.LlamaFileType.MOSTLY_F16 if name in TEMPLATES else gguf.LlamaFileType.ALL_F32
-            kind(folder, floats, out, sentence_transformers_dense_modules=name in CONVERTED).write()
+            more: dict[str, Any] = {"sentence_transformers_dense_modules": name in CONVERTED}
+            if name in DRAFTERS and (target := DRAFTERS[name].target) is not None:
+                more["target_model_dir"] = write_config(Path(where) / "target", target)
+            kind(folder, floats, out, **more).write()
             if name in TEMPLATES:
                 (GOLDENS / f"{name}.gguf.xz").write_bytes(lzma.compress(out.read_bytes()))
                 continue

@@ -21,7 +21,9 @@ def add_parser(commands: Any) -> None:
     )  # fmt: skip
     add_plan_options(p)
     add_options(p, "calibration", Calibration, ["text", "method"])
-    add_options(p, "output", PlanOptions, ["mmproj_type", "no_mtp", "split_max_size", "force", "threads"])
+    add_options(
+        p, "output", PlanOptions, ["mmproj_type", "no_mtp", "target_model", "split_max_size", "force", "threads"]
+    )
     add_no_mmproj(p)
     add_json(p)
 

@@ -15,7 +15,7 @@ def add_parser(commands: Any) -> None:
     p = command(commands, "verify", run)
     p.add_argument("gguf", help="the GGUF, or its first shard")
     p.add_argument("checkpoint", help=f"what it was made of: {SOURCE}")
-    add_options(p, "model", PlanOptions, ["config"])
+    add_options(p, "model", PlanOptions, ["config", "target_model"])
     p.add_argument("--template", metavar="MODEL.gguf", help="the template that the GGUF was made with, if any")
     p.add_argument(
         "--mtp-text", type=Path, metavar="FILE",
@@ -49,7 +49,7 @@ def run(a: argparse.Namespace) -> int:
     with Bar("verifying") as bar:
         report = verify(
             a.gguf, a.checkpoint, config=getattr(a, "config", None), template=a.template, mtp_text=a.mtp_text,
-            mmproj=a.mmproj, progress=bar, save_as=a.report,
+            mmproj=a.mmproj, target_model=getattr(a, "target_model", None), progress=bar, save_as=a.report,
         )  # fmt: skip
     if a.report:
         report.save(a.report)

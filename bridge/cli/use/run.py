@@ -99,7 +99,8 @@ def add_sampling(p: argparse.ArgumentParser) -> None:
     further(p).add_argument(
         "--draft", metavar="ngram|mtp|FILE.gguf",
         help="what guesses tokens, for the same reply sooner: ngram (what followed the last tokens before), mtp (the "
-        "file's own layer for that), or a smaller model of the same vocabulary",
+        "file's own layer for that), a drafter made for the model (EAGLE-3, DFlash, Gemma 4's assistant), or a "
+        "smaller model of the same vocabulary",
     )  # fmt: skip
     add_options(p, "sampling", Sampling)
 
@@ -159,11 +160,24 @@ def reply_options(a: argparse.Namespace) -> dict[str, Any]:
 
 def _draft(a: argparse.Namespace) -> Any:
     """What guesses tokens: a name, a model that is loaded, or None."""
-    if a.draft is None:
-        return None
-    from bridge.runtime.replies.speculation import NAMES
+    draft = draft_of(a.draft)
+    if draft is None or draft in _draft_names():
+        return draft
+    from bridge.gguf_file.reader import read_gguf
+    from bridge.runtime.drafters.draft_file import is_drafter
 
-    return a.draft if a.draft in NAMES else load(a, a.draft, a.context)
+    return draft if is_drafter(read_gguf(draft).metadata) else load(a, draft, a.context)
+
+
+def draft_of(draft: str | None) -> str | Path | None:
+    """What --draft names: nothing, a drafter's name, or a file."""
+    return draft if draft is None or draft in _draft_names() else _gguf_path(draft)
+
+
+def _draft_names() -> tuple[str, ...]:
+    from bridge.runtime.replies.speculation import NAMES  # the import takes time
+
+    return NAMES
 
 
 def model_parser(commands: Any, name: str, handler: Any, description: str | None = None) -> argparse.ArgumentParser:
@@ -201,15 +215,20 @@ def add_loading(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
+def _gguf_path(path: str | Path) -> str | Path:
+    """The file of a path, or of a name on the Hub or in Ollama."""
+    if str(path).endswith(".gguf"):
+        return path
+    from bridge.checkpoint.files.hub import resolve_gguf  # the import takes time
+
+    return resolve_gguf(path)
+
+
 def load(a: argparse.Namespace, path: str | Path, context: int | None, lora: Path | None = None) -> Any:
     say(f"loading {path}")
     from bridge.runtime.model import Model
 
-    if not str(path).endswith(".gguf"):  # a name on the Hub, or Ollama's of a file; the import takes time
-        from bridge.checkpoint.files.hub import resolve_gguf
-
-        path = resolve_gguf(path)
-    model = Model.load(path, a.threads, a.kv, context, a.precision, a.device, a.load, lora, numa=a.numa)
+    model = Model.load(_gguf_path(path), a.threads, a.kv, context, a.precision, a.device, a.load, lora, numa=a.numa)
     if model.note:
         tell(model.note)
     if model.context > model.config.context:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bridge.cli.options import Once, add_options, command, further, given
-from bridge.cli.use.run import add_loading, gguf_of, load, take_checkpoints
+from bridge.cli.use.run import add_loading, draft_of, gguf_of, load, take_checkpoints
 from bridge.errors import BridgeError, BridgeWarning
 from bridge.runtime.replies.pooling import POOLINGS
 from bridge.runtime.sampling import NUMBERS, Sampling
@@ -52,8 +52,10 @@ def add_parser(commands: Any) -> None:
         "(default: as the file says, else the mean)",
     )  # fmt: skip
     more.add_argument(
-        "--draft", choices=("ngram",),
-        help="guess tokens, while 4 replies or fewer are made at once: what followed the last tokens before",
+        "--draft", metavar="ngram|mtp|FILE.gguf",
+        help="what guesses tokens, while 4 replies or fewer are made at once: ngram (what followed the last tokens "
+        "before), mtp (the file's own layer for that), or a drafter made for the model (EAGLE-3, DFlash, Gemma 4's "
+        "assistant)",
     )  # fmt: skip
     more.add_argument("--lora", action=Once, type=Path, metavar="ADAPTER.gguf", help="adapter that convert-lora wrote")
     add_options(p, "sampling, where a request does not say", Sampling, [*NUMBERS])
@@ -91,7 +93,7 @@ def run(a: argparse.Namespace) -> int:
     with bound(a.host, a.port) as listening, load(a, gguf_of(a), a.context, a.lora) as model:
         say("preparing the weights")
         model.prepare()
-        limits = Limits(a.sequences, a.waiting, a.body << 20, key, local, a.pooling, sampling, a.draft)
+        limits = Limits(a.sequences, a.waiting, a.body << 20, key, local, a.pooling, sampling, draft_of(a.draft))
         LINE.hide()
         serve(model, listening, limits, a.grace)
     tell("stopped")

@@ -19,7 +19,7 @@ from bridge.conversion.gguf_input.gguf_checkpoint import GgufCheckpoint
 from bridge.conversion.planning.part_reader import PartReader
 from bridge.errors import BridgeError
 from bridge.models import describe_model
-from bridge.models.outline import Outline, OutlineTensor, Part
+from bridge.models.outline import Outline, OutlineTensor, Part, number
 from bridge.models.template import describe_template
 from bridge.models.tokenizer.gguf_tokenizer import highest_token
 from bridge.models.wrapper import text_config, text_names, with_text
@@ -29,12 +29,14 @@ _EMBEDDINGS = re.compile(r"(\w+\.)?(embed_tokens|wte|embeddings)\.weight")  # of
 
 
 def outline_of(
-    ckpt: Checkpoint, pre: str | None = None, template: str | Path | None = None, no_mtp: bool = False
-) -> Outline:
+    ckpt: Checkpoint, pre: str | None = None, template: str | Path | None = None, no_mtp: bool = False,
+    target: str | Path | None = None,
+) -> Outline:  # fmt: skip
     """A checkpoint's outline, by its family or a template; a GGUF's own.
 
     pre     overrides the recognition of the pre-tokenizer
     no_mtp  whether layers that predict further tokens are left out
+    target  as `describe_model` takes it
 
     Raises BridgeError where the family is unknown, the checkpoint incomplete, or a bias has no place in llama.cpp.
     """
@@ -48,7 +50,7 @@ def outline_of(
         shapes = {name: info.shape for name, info in ckpt.tensors.items()}
         shapes |= {f"{module}.weight": info.shape for module, info in ckpt.modules.items()}
         ckpt.config, notes = _mended(ckpt)  # calibration builds the model from it, too
-        outline = describe_model(ckpt.config, ckpt.home, shapes, pre, no_mtp)
+        outline = describe_model(ckpt.config, ckpt.home, shapes, pre, no_mtp, target)
         outline.notes += notes
     for key, names in outline.numbers.items():
         outline.metadata[key] = GGUFValue([_number(ckpt, name) for name in names], GGUFValueType.ARRAY)
@@ -58,9 +60,21 @@ def outline_of(
             raise BridgeError(f"{name}: llama.cpp's {arch} has no such tensor, and it is not zero; it cannot be kept")
     left_out = {name for name in outline.optional if not ckpt.read_float(name).any()}
     outline.tensors = [t for t in outline.tensors if t.source not in left_out]
-    PartReader(ckpt).check(outline.tensors)
+    reader = PartReader(ckpt)
+    reader.check(outline.tensors)
+    for part in (part for tensor in outline.tensors for part in tensor.parts if part.change == "targets"):
+        _check_targets(reader.targets(part), part.source, number(outline.metadata, "vocab_size"))
     outline.tensors = _folded(ckpt, outline)
     return outline
+
+
+def _check_targets(tokens: np.ndarray, name: str, vocab: int) -> None:
+    """BridgeError for tokens of a model that it does not have, or that are there twice."""
+    if tokens.min() < 0 or tokens.max() >= vocab or len(np.unique(tokens)) < len(tokens):
+        raise BridgeError(
+            f"{name}: must name {len(tokens)} different ones of the model's {vocab} tokens; the drafter is damaged, "
+            "or of another model"
+        )
 
 
 def _number(ckpt: Checkpoint, name: str) -> float:

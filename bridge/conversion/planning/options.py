@@ -52,6 +52,10 @@ class PlanOptions(Recipe):
         choices=(*MMPROJ_TYPES, "none"),
     )
     no_mtp: bool = option(False, "leave out the layers that predict further tokens at once (MTP)")
+    target_model: str | Path | None = option(
+        None, "of a drafter (EAGLE-3, DFlash): folder with config.json and tokenizer of the model that it guesses for",
+        metavar="DIR", parse=Path,
+    )  # fmt: skip
     split_max_size: int | None = option(
         None, "write shards of at most this size, such as 4G or 500M", metavar="SIZE", parse=size, usual=True
     )
@@ -230,6 +234,7 @@ class FileKeywords(TypedDict, total=False):
     template: str | Path | None
     mmproj_type: str
     no_mtp: bool
+    target_model: str | Path | None
     split_max_size: int | None
     name: str | None
     author: str | None

@@ -167,6 +167,8 @@ class PartReader:
 
     def _read_whole(self, part: Part) -> np.ndarray:
         """float32 of a part before rows are picked."""
+        if part.change == "targets":
+            return self.targets(part).astype(np.float32)
         rows = None if part.matrix is None else (part.matrix, part.matrix + 1)
         stored = self.ckpt.read_float(part.source, rows)
         if part.change is not None and part.change in FRAMES:
@@ -180,6 +182,11 @@ class PartReader:
         if part.change == "swapped":
             return stored.swapaxes(0, 1)
         return stored.reshape(self._stored(part)[0])
+
+    def targets(self, part: Part) -> np.ndarray:
+        """int64 [n] of a part of whole numbers that are counted each from its own place; they are exact in float32."""
+        stored = self.ckpt.read_float(part.source).astype(np.int64).reshape(-1)
+        return stored + np.arange(len(stored))
 
     def _transposed(self, part: Part) -> np.ndarray:
         """float32 of a part whose columns are rows of the source: of codes, no other rows are read."""

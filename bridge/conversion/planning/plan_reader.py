@@ -113,7 +113,7 @@ def _tensor(name: str, fields: Fields, orders: list[np.ndarray], stored: dict[st
         return PlannedTensor(
             name, shape, data=from_template.data, origin="template", type=type_, reason=reason, quantizable=False
         )
-    kinds.one_of((*WRITTEN, *FLOAT_TYPES))(type_, "type")
+    kinds.one_of((*WRITTEN, *FLOAT_TYPES, "I64"))(type_, "type")
     if type_ in WRITTEN and len(shape) < 2:
         raise FieldError(f"a vector cannot be {type_}; choose one of {', '.join(FLOAT_TYPES)}")
     if type_ in WRITTEN and shape[-1] % WRITTEN[type_].size:
@@ -127,6 +127,8 @@ def _tensor(name: str, fields: Fields, orders: list[np.ndarray], stored: dict[st
             raise FieldError("values are F32, and take the place of parts")
         return replace(tensor, data=_values(fields.take("values", kinds.list_of(kinds.number)), shape))
     parts = tuple(_part(part, orders) for part in fields.take("parts", kinds.list_of(least=1)))
+    if (type_ == "I64") != any(part.change == "targets" for part in parts):
+        raise FieldError("I64 is the type of numbers of tokens (d2t), and of nothing else")
     _check_shapes(tensor, parts)
     return replace(tensor, parts=parts, how=_how(fields, type_, len(parts)))
 

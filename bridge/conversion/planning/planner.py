@@ -59,7 +59,7 @@ def make_plan(
 
     calibration  how floats and codes that cannot be carried are quantized with a text; None: without
     """
-    outline = outline_of(ckpt, options.pre, options.template, options.no_mtp)
+    outline = outline_of(ckpt, options.pre, options.template, options.no_mtp, options.target_model)
     tower = tower_outline(ckpt, options.mmproj_type) if options.mmproj_type != "none" else None
     importance.check(outline.tensors)
     planner = Planner(ckpt, options, importance, outline, calibration)

@@ -52,6 +52,7 @@ def verify(
     template: str | Path | None = None,
     mtp_text: str | Path | None = None,
     mmproj: str | Path | None = None,
+    target_model: str | Path | None = None,
     progress: Progress | None = None,
     save_as: Path | None = None,
 ) -> Report:
@@ -61,6 +62,7 @@ def verify(
     mtp_text  a text file on which the layer that predicts a token further (MTP) is tried; a note says how it did
     mmproj    the file of the vision tower, which is compared too; None: the one that `convert` wrote beside the GGUF,
               if it is there
+    target_model  as for `convert`
     progress  called with the bytes of the checkpoint that are compared, of how many, and the tensor
     save_as   where the caller will save the Report; checked before anything is compared
 
@@ -78,7 +80,7 @@ def verify(
             check_report(save_as, with_checkpoint(protected, ckpt))
         no_mtp = not file.metadata.get(f"{file.metadata.get('general.architecture')}.nextn_predict_layers")
         # any pre-tokenizer will do: only tensors are compared
-        tensors = outline_of(ckpt, "default", template, no_mtp).tensors
+        tensors = outline_of(ckpt, "default", template, no_mtp, target_model).tensors
         reader = PartReader(ckpt)
         scales = {f"{t.name.removesuffix('.weight')}.{key}" for t in tensors for key in ("scale", "input_scale")}
         _same_names(str(gguf_path), str(checkpoint), {t.name for t in tensors}, set(file.tensors) - scales)

@@ -132,7 +132,7 @@ def _nothing(*_: Any) -> dict[str, Any]:
 class Computed:
     """Keys that functions make.
 
-    metadata  those of the GGUF, without the architecture's name; None omits a key
+    metadata  those of the GGUF, without the architecture's name, or tokenizer.*; None omits a key
     config    those of config.json; model_type and class, too, where models of a family have several
     """
 

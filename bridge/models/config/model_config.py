@@ -23,6 +23,7 @@ class Config:
     path     for messages
     longest  name and length of the longest side of any tensor in the checkpoint; None: unknown
     tensors  how many the checkpoint has; None: unknown
+    target   of the model that this one guesses tokens for, where it needs that
     names    key -> its name in this config.json
     """
 
@@ -31,6 +32,7 @@ class Config:
     longest: tuple[str, int] | None = None
     names: Mapping[str, str] = field(default_factory=dict)
     tensors: int | None = None
+    target: "Config | None" = None
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value, or the default if the key is absent or null."""

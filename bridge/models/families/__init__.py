@@ -9,7 +9,9 @@ from bridge.models.families.bitnet import BITNET
 from bridge.models.families.command_r import COHERE2, COHERE2_MOE, COMMAND_R
 from bridge.models.families.deepseek import DEEPSEEK2, DEEPSEEK32, GLM4_MOE_LITE, GLM5, YOUTU
 from bridge.models.families.deepseek4 import DEEPSEEK4
+from bridge.models.families.dflash import DFLASH
 from bridge.models.families.dots3_note import DOTS3_NOTE
+from bridge.models.families.eagle3 import EAGLE3
 from bridge.models.families.ernie4_5 import ERNIE4_5, ERNIE4_5_MOE
 from bridge.models.families.exaone4 import EXAONE4
 from bridge.models.families.exaone_moe import EXAONE_MOE
@@ -17,6 +19,7 @@ from bridge.models.families.falcon_h1 import FALCON_H1
 from bridge.models.families.gemma import GEMMA2, GEMMA3, GEMMA_EMBEDDING
 from bridge.models.families.gemma3n import GEMMA3N
 from bridge.models.families.gemma4 import GEMMA4, GEMMA4_UNIFIED
+from bridge.models.families.gemma4_assistant import GEMMA4_ASSISTANT, GEMMA4_UNIFIED_ASSISTANT
 from bridge.models.families.glm4 import DOTS1, GLM4, GLM4_MOE, GLM4V_MOE, SOLAR_OPEN
 from bridge.models.families.gpt2 import GPT2
 from bridge.models.families.gpt_oss import GPT_OSS
@@ -43,13 +46,14 @@ from bridge.models.families.qwen import QWEN2, QWEN2_MOE, QWEN2_VL, QWEN3, QWEN3
 from bridge.models.families.qwen3_next import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from bridge.models.families.starcoder2 import STARCODER2
 
+# EAGLE-3 before Llama, whose name its heads may have
 ALL = (
-    LLAMA, LLAMA4, MISTRAL, MIXTRAL, MISTRAL4, MISTRAL3, PHIMOE, QWEN2, QWEN2_MOE, QWEN2_VL, QWEN3, QWEN3_MOE,
+    EAGLE3, LLAMA, LLAMA4, MISTRAL, MIXTRAL, MISTRAL4, MISTRAL3, PHIMOE, QWEN2, QWEN2_MOE, QWEN2_VL, QWEN3, QWEN3_MOE,
     QWEN3_VL, QWEN3_VL_MOE, QWEN3_NEXT, SMOLLM3, GRANITE, PHI3, GEMMA2, GEMMA_EMBEDDING, GEMMA3, GEMMA3N, GEMMA4,
     GLM4, GLM4_MOE, OLMO2, COMMAND_R, STARCODER2, GPT2, DEEPSEEK2, GPT_OSS, BITNET, QWEN3_5, QWEN3_5_MOE, SEED_OSS,
     OLMO3, EXAONE4, ERNIE4_5, ERNIE4_5_MOE, GRANITE_MOE, LFM2, LFM2_MOE, HUNYUAN, HUNYUAN_MOE, MINIMAX_M2, MINIMAX_M3,
     GLM4_MOE_LITE, GLM4V_MOE, GRANITE_HYBRID, NEMOTRON_H_MOE, NEMOTRON_H, MAMBA2, JAMBA, FALCON_H1, DEEPSEEK32, GLM5,
     APERTUS, DEEPSEEK4, SOLAR_OPEN, DOTS1, GEMMA4_UNIFIED, MIMO2, DOTS3_NOTE, EXAONE_MOE, COHERE2, COHERE2_MOE, HY3,
     BAILING_MOE, BAILING_MOE2, LAGUNA, YOUTU, ARCEE, AFMOE, JAIS2, OLMOE, MELLUM, GRANITE_SWA, GRANITE_MOE_SWA, BERT,
-    ROBERTA, MODERN_BERT, PUBLISHED_NOMIC_BERT, NOMIC_BERT,
+    ROBERTA, MODERN_BERT, PUBLISHED_NOMIC_BERT, NOMIC_BERT, GEMMA4_ASSISTANT, GEMMA4_UNIFIED_ASSISTANT, DFLASH,
 )  # fmt: skip

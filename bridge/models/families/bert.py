@@ -92,7 +92,7 @@ BERT = Family(
     names={"rms_norm_eps": "layer_norm_eps"},
     sizes=encoder_sizes,
     metadata=(NOT_CAUSAL, Computed(labels)),
-    layer_norm=True, rotary=False, lacks=("head_dim",), starts=("bert.",),
+    layer_norm=True, rotary=False, lacks=("head_dim",), starts={"bert.": ""},
     unneeded=("pooler.", "cls.", "embeddings.position_ids"),
     table=(
         WORDS, POSITIONS, TYPES, EMBEDDING_NORM,
@@ -131,7 +131,7 @@ ROBERTA = replace(
     in_gguf=lambda _get: False,
     sizes=_roberta_sizes,
     metadata=(*BERT.metadata, Key("context_length", size="context")),
-    starts=("roberta.",), unneeded=("pooler.", "lm_head.", "embeddings.position_ids"),
+    starts={"roberta.": ""}, unneeded=("pooler.", "lm_head.", "embeddings.position_ids"),
     table=(
         WORDS, replace(POSITIONS, parts=_positions), TYPES, EMBEDDING_NORM,
         *LAYERS,

@@ -19,7 +19,7 @@ from bridge.models.family import EMBEDDINGS, NO_BIASES, Expected, Family, Row, d
 _GLOBAL = "full_attention"
 
 
-def _sizes(config: Config, args: Arguments) -> dict[str, int]:
+def gemma4_sizes(config: Config, args: Arguments) -> dict[str, int]:
     head, kv_heads = global_layers(config)
     each = config.side("hidden_size_per_layer_input") if config.get("hidden_size_per_layer_input") else 0
     moe = bool(config.get("enable_moe_block"))
@@ -164,7 +164,7 @@ GEMMA4 = Family(
     keys={"tie_word_embeddings": True, "head_dim": 256, "layer_types": None},
     expects=(GELU, NO_BIASES, Expected("use_bidirectional_attention", (None, "vision"))),
     names={"hidden_act": "hidden_activation"},
-    sizes=_sizes,
+    sizes=gemma4_sizes,
     metadata=(Computed(_metadata, _config),),
     language_model=("gemma4_text", "Gemma4ForCausalLM"), tokenizer="gemma4", wrapped=True, alternative=".experts.",
     table=decoder(

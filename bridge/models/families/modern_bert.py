@@ -62,7 +62,7 @@ MODERN_BERT = Family(
     },
     sizes=encoder_sizes,
     metadata=(NOT_CAUSAL, Computed(_windows), Computed(labels)),
-    layer_norm=True, starts=("model.",), unneeded=("head.", "decoder.", "classifier."),
+    layer_norm=True, starts={"model.": ""}, unneeded=("head.", "decoder.", "classifier."),
     table=(
         Row("embeddings.tok_embeddings", "vocab hidden"),
         Row("embeddings.norm", "hidden"),
@@ -98,7 +98,7 @@ NOMIC_BERT = Family(
     names={"rms_norm_eps": "layer_norm_eps"},
     sizes=encoder_sizes,
     metadata=(NOT_CAUSAL,),
-    layer_norm=True, starts=("nomic_bert.", "bert."), unneeded=("pooler.", "cls."),
+    layer_norm=True, starts={"nomic_bert.": "", "bert.": ""}, unneeded=("pooler.", "cls."),
     table=(
         WORDS, TYPES, replace(EMBEDDING_NORM, source="emb_ln", also=(EMBEDDING_NORM.source,)),
         *decoder(

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from bridge.errors import BridgeError
-from bridge.gguf_file.architectures import ARCHITECTURES, MAMBA, MOST_BLOCKS, Graph, read_windows
+from bridge.errors import BridgeError, parameter
+from bridge.gguf_file.architectures import ARCHITECTURES, DRAFTERS, MAMBA, MOST_BLOCKS, Graph, read_windows
 from bridge.gguf_file.reader import expect_model
 from bridge.runtime.config.decoder_config import DecoderConfig, Heads, Latent, Routing
 from bridge.runtime.config.recurrent_config import read_recurrent
@@ -31,25 +31,33 @@ def _elsewhere(arch: Any) -> str:
     return f", and is not among those of llama.cpp that gguf {version('gguf')} lists"
 
 
-def read_config(metadata: Mapping[str, Any], path: Path) -> DecoderConfig:
-    """The decoder of a GGUF; BridgeError where a key is missing, of the wrong kind, or a rule unknown."""
+def read_config(metadata: Mapping[str, Any], path: Path, graph: Graph | None = None) -> DecoderConfig:
+    """The decoder of a GGUF; BridgeError where a key is missing, of the wrong kind, or a rule unknown.
+
+    graph  of an architecture that is no model by itself
+    """
     arch = metadata.get("general.architecture")
     expect_model(metadata, path)
-    if arch not in ARCHITECTURES:
+    if arch in DRAFTERS and graph is None:
+        raise BridgeError(
+            f"{path}: is a drafter ({arch}), which only guesses tokens for another model: run that, with "
+            f"{parameter('draft', path)}"
+        )
+    graph = graph or ARCHITECTURES.get(str(arch))
+    if graph is None:
         raise BridgeError(
             f"{path}: architecture {arch!r} cannot run here{_elsewhere(arch)}. Known: {', '.join(ARCHITECTURES)}"
         )
     try:
-        return _read(metadata, arch, path)
+        return _read(metadata, str(arch), path, graph)
     except (TypeError, ValueError, LookupError, ArithmeticError) as problem:  # of some 100 keys, lists and numbers
         raise BridgeError(
             f"{path}: a key of {arch} is missing or has a value of the wrong kind ({problem}); convert the model again"
         ) from problem
 
 
-def _read(metadata: Mapping[str, Any], arch: str, path: Path) -> DecoderConfig:
+def _read(metadata: Mapping[str, Any], arch: str, path: Path, graph: Graph) -> DecoderConfig:
     """`read_config` of an architecture that runs; other errors than BridgeError are of values of the wrong kind."""
-    graph = ARCHITECTURES[arch]
 
     def get(key: str, kind: type, default: Any = None) -> Any:
         value: Any = metadata.get(f"{arch}.{key}", default)

@@ -102,6 +102,7 @@ class DecoderConfig:
     recurrent: RecurrentConfig | None = None  # the layers with a state, where there are some
     inners: tuple[int, ...] = ()  # of each layer, if not all are alike; 0: it has no network
     chosen: int = 0  # tokens that an indexer chooses to attend to; up to so many all are attended to
+    tapped: tuple[int, ...] = ()  # layers before which a drafter reads the states; `layers`: after the last
     predicting: int = 0  # layers after the others, each of which predicts one token further: see prediction.py
     causal: bool = True  # tokens attend to those before them alone, so that a text can be continued
     head_pooling: str = ""  # what makes the vector that a reranker's head reads: "mean", "cls" or "last"

@@ -23,7 +23,7 @@ from bridge.runtime.decoder.machine import Linear
 from bridge.runtime.decoder.positions import Positions
 from bridge.runtime.decoder.recurrent import RecurrentBuffers
 from bridge.runtime.decoder.steps import Steps
-from bridge.runtime.decoder.walk import embed, walk
+from bridge.runtime.decoder.walk import embed, tap_name, walk
 from bridge.runtime.layers.kv_cache import KVCache
 from bridge.runtime.layers.layers import Experts, Layer, LayerStreams, Recurrent, Weights
 from bridge.runtime.quant_tensor import QuantTensor
@@ -98,6 +98,11 @@ class CpuMachine:
             self.scores = scores[:, : output.shape[0]]
         self.program = steps  # once it is whole: a child that is forked meanwhile makes its own
         return steps
+
+    @property
+    def tapped(self) -> list[np.ndarray]:
+        """The states before each of the layers that `DecoderConfig.tapped` names, [n, hidden]."""
+        return [self._buffer(tap_name(layer), self.config.hidden) for layer in self.config.tapped]
 
     @property
     def one_token_each(self) -> bool:

@@ -14,6 +14,7 @@ all made before the first token.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Self
 
 import numpy as np
@@ -49,7 +50,8 @@ _PARTS = 8  # at most one part in so many of the weights is repacked before a ba
 class Decoder:
     """The layers of a GGUF with a cache of keys and values.
 
-    followed  float32 [n, hidden]: normalized states of the last tokens that followed
+    followed  float32 [n, hidden]: normalized states of the last tokens that followed; after `step`, until the next one
+    tapped    float32 [n, layers * hidden]: states before the layers that `tap` names, of the tokens of the last pass
     given     float32 [n, hidden]: where tokens come with states (`Weights.pairs`), those of the next tokens
     """
 
@@ -82,10 +84,17 @@ class Decoder:
         self._passes = 0  # through the layers so far
         self.preparing = 0.0  # seconds that repacking has taken so far
         self.followed = self.given = np.zeros((0, config.hidden), np.float32)
+        self.tapped = np.zeros((0, 0), np.float32)
 
     def beside(self, config: DecoderConfig, weights: Weights) -> Self:
         """Another decoder, of some of the file's weights."""
         return type(self)(self._file, config, self.cache.context, self._kv, self.precision, weights)
+
+    def tap(self, layers: tuple[int, ...]) -> None:
+        """Keep the states before these layers in `tapped`, pass by pass; the number of layers: after the last."""
+        if layers != self.config.tapped:
+            self.config = replace(self.config, tapped=layers)
+            self._steps, self._prompt = {}, None
 
     def begin(self) -> None:
         """Get ready for tokens: nothing to do."""
@@ -175,8 +184,8 @@ class Decoder:
     def step(self, caches: Sequence[KVCache], tokens: Sequence[int]) -> np.ndarray:
         """Append a token to each cache: float32 [caches, vocab] of what follows; the next call may overwrite them."""
         machine = self._machine_for(caches, len(tokens))
-        hidden = self._through(machine, tokens)
-        return self._finished(machine.scores) if machine.scores.size else self.logits(hidden)
+        self.followed = self._through(machine, tokens)
+        return self._finished(machine.scores) if machine.scores.size else self.logits(self.followed)
 
     def follow(self, tokens: Sequence[int]) -> np.ndarray:
         """Append up to `room` tokens to the decoder's own cache: float32 [n, vocab] of what follows each of them.
@@ -225,6 +234,8 @@ class Decoder:
         self._embed(machine)
         program.begin(machine.count)
         program.run()
+        if self.config.tapped:
+            self.tapped = np.concatenate([states[: machine.count] for states in machine.tapped], axis=1)
         parts = [[token] for token in tokens] if len(machine.caches) > 1 else [list(tokens)]
         for cache, part in zip(machine.caches, parts, strict=True):
             cache.append(part)

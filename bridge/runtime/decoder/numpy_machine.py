@@ -101,13 +101,13 @@ class NumpyMachine:
         if weight is None:
             return x.copy()
         if self.config.graph.layer_norm:
-            return _rms(x - x.mean(1, keepdims=True), weight, self.config.norm_eps) + (0 if bias is None else bias)
-        return _rms(x, weight, self.config.norm_eps)
+            return rms(x - x.mean(1, keepdims=True), weight, self.config.norm_eps) + (0 if bias is None else bias)
+        return rms(x, weight, self.config.norm_eps)
 
     def normalize(self, x: np.ndarray, weight: np.ndarray | None, name: str = "") -> np.ndarray:
         if weight is None:
             return x
-        out = _rms(x.reshape(len(x), -1, weight.size), weight, self.config.norm_eps).reshape(x.shape)
+        out = rms(x.reshape(len(x), -1, weight.size), weight, self.config.norm_eps).reshape(x.shape)
         if name:
             return out
         x[:] = out
@@ -143,7 +143,7 @@ class NumpyMachine:
             plain, turned = queries[:, :, : c.latent.plain], queries[:, :, c.latent.plain :]
             absorbed = np.einsum("nhp,hrp->nhr", plain, self._matrix(layer.latent_k))
             queries = np.concatenate([absorbed, turned], axis=2)
-            k = np.concatenate([_rms(k[:, : c.latent.rank], layer.k_norm, c.norm_eps), k[:, c.latent.rank :]], axis=1)
+            k = np.concatenate([rms(k[:, : c.latent.rank], layer.k_norm, c.norm_eps), k[:, c.latent.rank :]], axis=1)
             keys = self._turned(k[:, None], None, index, c.latent.rank)
             made = keys, keys[:, :, : c.latent.rank]
         else:
@@ -164,16 +164,12 @@ class NumpyMachine:
         c, rotated = self.config, self.config.heads_of(index).rotated
         norm = None if c.graph.normed_together else norm
         if norm is not None and not c.graph.norms_rotated:
-            x = _rms(x, norm, c.norm_eps)
+            x = rms(x, norm, c.norm_eps)
         if rotated:
             angles = c.local_angles if c.windowed(index) else c.angles
             cos, sin = (part[:, None] for part in angles(self._positions[-1] + 1, self._factors, self.length))
-            x, part = x.copy(), x[:, :, first : first + rotated]
-            pairs = (slice(0, None, 2), slice(1, None, 2)) if c.graph.neighbours else np.split(np.arange(rotated), 2)
-            a, b = part[:, :, pairs[0]], part[:, :, pairs[1]]
-            turned = x[:, :, first : first + rotated]
-            turned[:, :, pairs[0]], turned[:, :, pairs[1]] = a * cos - b * sin, a * sin + b * cos
-        return _rms(x, norm, c.norm_eps) if norm is not None and c.graph.norms_rotated else x
+            x = turned(x, cos, sin, c.graph.neighbours, first)
+        return rms(x, norm, c.norm_eps) if norm is not None and c.graph.norms_rotated else x
 
     def _attended(
         self, queries: np.ndarray, keys: np.ndarray, values: np.ndarray, layer: Layer, index: int
@@ -216,13 +212,13 @@ class NumpyMachine:
         if c.kind == DELTA:
             z = inputs[1].reshape(len(x), c.heads, -1)
             out = self._delta(layer, index, inputs, c)
-            return (_rms(out, layer.norm, self.config.norm_eps) * z * _sigmoid(z)).reshape(len(x), -1)
+            return (rms(out, layer.norm, self.config.norm_eps) * z * _sigmoid(z)).reshape(len(x), -1)
         z = first[:, c.values :] if c.kind == MAMBA1 else first[:, : c.values]
         out = self._mamba1(layer, index, first, c) if c.kind == MAMBA1 else self._mamba2(layer, index, first, c)
         out = out * z * _sigmoid(z)
         if c.kind == MAMBA and layer.norm is not None:
             groups = layer.norm.reshape(c.groups, -1)
-            out = _rms(out.reshape(len(x), *groups.shape), groups, self.config.norm_eps).reshape(out.shape)
+            out = rms(out.reshape(len(x), *groups.shape), groups, self.config.norm_eps).reshape(out.shape)
         return out
 
     def _convolved(self, layer: Recurrent, index: int, x: np.ndarray, c: RecurrentConfig) -> np.ndarray:
@@ -284,7 +280,7 @@ class NumpyMachine:
         x = self._convolved(layer, index, first[:, : c.values], c)
         into, out_of = layer.second
         parts = np.split(self._product(into, x), [c.rank, c.rank + c.key_dim], axis=1)
-        low, k, q = (_rms(part, norm, self.config.norm_eps) for part, norm in zip(parts, layer.norms, strict=True))
+        low, k, q = (rms(part, norm, self.config.norm_eps) for part, norm in zip(parts, layer.norms, strict=True))
         steps = np.logaddexp(0, self._product(out_of, low) + layer.dt_bias)
         assert layer.decay is not None
         decay = layer.decay.transpose(0, 2, 1).reshape(-1, c.key_dim)[: c.values]
@@ -316,10 +312,25 @@ class NumpyMachine:
 
     def _modality(self, x: np.ndarray, layer: LayerStreams) -> np.ndarray:
         """What the router says of the first stream, [n, streams]."""
-        return np.tanh(_rms(x, layer.router_norm, self.config.norm_eps) / x.shape[1] @ layer.router.T)
+        return np.tanh(rms(x, layer.router_norm, self.config.norm_eps) / x.shape[1] @ layer.router.T)
 
 
-def _rms(x: np.ndarray, weight: np.ndarray | None, eps: float) -> np.ndarray:
+def turned(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, neighbours: bool, first: int = 0) -> np.ndarray:
+    """x [n, heads, size] with pairs of its elements from `first` on turned by the angles of cos and sin [n, 1, pairs].
+
+    Pairs are neighbours, or halves apart.
+    """
+    rotated = 2 * cos.shape[-1]
+    pairs = (slice(0, None, 2), slice(1, None, 2)) if neighbours else np.split(np.arange(rotated), 2)
+    part, out = x[:, :, first : first + rotated], x.copy()
+    a, b = part[:, :, pairs[0]], part[:, :, pairs[1]]
+    changed = out[:, :, first : first + rotated]
+    changed[:, :, pairs[0]], changed[:, :, pairs[1]] = a * cos - b * sin, a * sin + b * cos
+    return out
+
+
+def rms(x: np.ndarray, weight: np.ndarray | None, eps: float) -> np.ndarray:
+    """x / rms(x) * weight."""
     size = np.sqrt(np.square(x, dtype=np.float64).mean(-1, keepdims=True) + eps)
     return (x / size * (1 if weight is None else weight)).astype(np.float32)
 

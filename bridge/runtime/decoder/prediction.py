@@ -71,6 +71,10 @@ class PredictionHead:
         self._first: list[int] = []  # the token whose state is in the first pair
         self.pairs = 0
 
+    def another(self) -> "PredictionHead":
+        """The same layer with a cache of its own."""
+        return PredictionHead(self.decoder.beside(self.decoder.config, self.decoder.weights))
+
     def start(self, tokens: Sequence[int], cached: int) -> int:
         """Keep the pairs of the first tokens of another text, at most `cached` of them; how many there are."""
         self.decoder.begin()

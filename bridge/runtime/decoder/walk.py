@@ -44,6 +44,8 @@ def walk(m: Machine, weights: Weights, c: DecoderConfig, embedded: Embedded) -> 
         read = m.norm(x, layer.attn_norm, layer.attn_norm_bias, added)
         if c.graph.renormed:
             x = m.copy(read, "x")
+        if index in c.tapped:
+            m.copy(x, tap_name(index))
         if layer.mixes:
             added = _mix(m, read, layer, index, c)
         if layer.mixes and layer.down is not None:
@@ -63,7 +65,15 @@ def walk(m: Machine, weights: Weights, c: DecoderConfig, embedded: Embedded) -> 
             added = None
     if streams is not None and weights.streams is not None:
         x = _end_streams(m, streams, weights.streams)
-    return m.norm(x, weights.output_norm, weights.output_norm_bias, added)
+    normed = m.norm(x, weights.output_norm, weights.output_norm_bias, added)
+    if c.layers in c.tapped:
+        m.copy(x, tap_name(c.layers))
+    return normed
+
+
+def tap_name(layer: int) -> str:
+    """The value that keeps the states before a layer."""
+    return f"tap {layer}"
 
 
 def _mix(m: Machine, x: Value, layer: Layer, index: int, c: DecoderConfig) -> Value:

@@ -20,11 +20,12 @@ from typing import Any, Self, Unpack
 
 import numpy as np
 
-from bridge.errors import BridgeError, parameter
+from bridge.errors import BridgeError
 from bridge.runtime.decoder.decoder import BATCH, WIDEST
+from bridge.runtime.drafters.drafter import Drafter
 from bridge.runtime.layers.kv_cache import KVCache
 from bridge.runtime.replies.generation import Reply, ScoredToken, stop_texts
-from bridge.runtime.replies.speculation import NgramDrafter, Speculation
+from bridge.runtime.replies.speculation import Speculation, kept_by, tap
 from bridge.runtime.sampling import Draw, ReplyKeywords, Sampler, draws_ahead
 from bridge.runtime.tokenizer import Tokenizer, common_prefix
 from bridge.system.options import check_integer, checked
@@ -105,10 +106,10 @@ class Generation:
 
 
 class _Slot:
-    """A context, and the sequence that has it."""
+    """A context, what guesses tokens for it, and the sequence that has it."""
 
-    def __init__(self, cache: KVCache):
-        self.cache = cache
+    def __init__(self, cache: KVCache, drafter: Drafter | None):
+        self.cache, self.drafter = cache, drafter
         self.generation: Generation | None = None
         self.left = 0  # number of the sequence that left it last: larger is later
 
@@ -118,15 +119,14 @@ class Batch:
 
     def __init__(
         self, decoder: Callable[[], Any], tokenizer: Tokenizer, lock: Any,
-        start: Callable[[Any, int, Sampler], tuple[list[int], Sampler]], sequences: int, draft: str | None = None,
+        start: Callable[[Any, int, Sampler], tuple[list[int], Sampler]], sequences: int, drafter: Drafter | None = None,
     ):  # fmt: skip
         check_integer("sequences", sequences, 1, MAX_BATCH)
-        if draft not in (None, "ngram"):
-            raise BridgeError(f"unknown {parameter('draft')} {draft!r}: several sequences at once take ngram alone")
-        self._draft = draft
+        self._drafter = drafter  # of which each context gets another
         self.steps = 0  # passes over the weights for a token of each
         self.step_tokens = 0  # tokens that these made
         self.prompt_tokens = 0  # tokens of prompts that were read
+        self.guessed_tokens = self.right_tokens = 0  # of sequences that have ended: guesses, and those that were right
         self._decoder, self._tokenizer, self._lock, self._start = decoder, tokenizer, lock, start
         self._most = sequences
         self._slots: list[_Slot] = []
@@ -192,8 +192,6 @@ class Batch:
         ids, sampler = self._start(prompt, max_tokens, sampler)
         generation = Generation(ids, max_tokens, sampler, Reply(self._tokenizer, stop_texts(stop), shown), reader)
         generation.respell = conversation
-        if self._draft is not None:
-            generation.speculation = Speculation(NgramDrafter(), ids)
         if max_tokens or reader:
             self._waiting.append(generation)
         else:
@@ -244,6 +242,8 @@ class Batch:
         ]
         caches = [slot.cache for slot, part in zip(slots, parts, strict=True) for _ in part]
         before = [slot.cache.length for slot in slots]
+        if self._drafter is not None:
+            tap(self._drafter, decoder)
         rows = decoder.step(caches, [token for part in parts for token in part])
         samplers = [generation.sampler for generation in generations]
         draws = draws_ahead(list(zip(samplers, map(len, parts), strict=True)), rows)
@@ -251,6 +251,9 @@ class Batch:
         self._budget = PART
         first = 0
         for slot, generation, part, length in zip(slots, generations, parts, before, strict=True):
+            if slot.drafter is not None:
+                rows_of_part = slice(first, first + len(part))
+                slot.drafter.read(length, decoder.followed[rows_of_part], decoder.tapped[rows_of_part])
             for row in range(first, first + len(part)):
                 length += 1
                 self.step_tokens += 1
@@ -265,14 +268,22 @@ class Batch:
         generation, cache = slot.generation, slot.cache
         assert generation is not None
         self._take_over(slot, generation)
+        drafter = slot.drafter if generation.max_tokens else None
+        if drafter is not None:
+            if generation.speculation is None:
+                self._begin_guesses(drafter, cache, generation)
+            tap(drafter, decoder)
         size = min(len(generation.prompt) - generation.read, self._budget if self._running else BATCH)
         if not decoder.config.causal:  # its tokens attend to those that follow
             size = len(generation.prompt)
         part = generation.prompt[generation.read : generation.read + size]
         cache.length = generation.read
-        states = decoder.run(part, size if generation.reader else 1, cache)
+        every = generation.reader is not None or (drafter is not None and drafter.reads_states)
+        states = decoder.run(part, size if every else 1, cache)
         if generation.reader:
             generation.reader(generation.read, states)
+        if drafter is not None:
+            drafter.read(generation.read + size - len(states), states, decoder.tapped)
         generation.read += size
         self.prompt_tokens += size
         self._budget -= size
@@ -287,6 +298,14 @@ class Batch:
             generation.end("length")
         return [generation]
 
+    @staticmethod
+    def _begin_guesses(drafter: Drafter, cache: KVCache, generation: Generation) -> None:
+        """Guess for a sequence, which reads again what the drafter does not know of a prefix."""
+        known = kept_by(drafter, generation.prompt, generation.read, cache)
+        generation.kept -= generation.read - known
+        generation.read = known
+        generation.speculation = Speculation(drafter, generation.prompt)
+
     def _leave(self) -> None:
         """Sequences that have ended give their contexts back."""
         for slot in self._slots:
@@ -294,6 +313,9 @@ class Batch:
                 for places in (self._reading, self._running):
                     if slot in places:
                         places.remove(slot)
+                if (speculation := slot.generation.speculation) is not None:
+                    self.guessed_tokens += speculation.drafted
+                    self.right_tokens += speculation.accepted
                 slot.generation = None
                 self._left += 1
                 slot.left = self._left
@@ -316,7 +338,7 @@ class Batch:
             if held and common_prefix(held, generation.prompt) >= len(held) - 1:
                 return slot
         if len(self._slots) < self._most:
-            self._slots.append(_Slot(decoder.new_cache()))
+            self._slots.append(_Slot(decoder.new_cache(), self._drafter and self._drafter.another()))
             return self._slots[-1]
         return min(free, key=lambda slot: slot.left)
 
@@ -332,12 +354,16 @@ class Batch:
         return max(candidates, default=(0, prompt))[1]
 
     def _take_over(self, slot: _Slot, generation: Generation) -> None:
-        """Hold the longest prefix of a prompt, without its last token, that a context has."""
+        """Hold the longest prefix of a prompt, without its last token, that a context has.
+
+        What a drafter made of the model's states no other context has.
+        """
         read, wanted = generation.read, generation.prompt[:-1]
         if generation.reader or read >= len(wanted):
             return
         best, most = slot, read
-        for other in self._slots:
+        own = slot.drafter is not None and slot.drafter.reads_states
+        for other in [slot] if own else self._slots:
             held = other.cache.tokens
             shorter = most == len(wanted) or other.cache.length <= most
             if shorter or held[most] != wanted[most] or (read and other is slot):

@@ -5,7 +5,7 @@ from itertools import islice
 
 from bridge.runtime.decoder.shared import SharedDecoder
 from bridge.runtime.replies.batch import Batch
-from bridge.runtime.replies.speculation import Drafter, Speculation, drawn_with
+from bridge.runtime.replies.speculation import Drafter, Speculation, drawn_with, kept_by
 from bridge.runtime.sampling import Sampler
 from bridge.system.kernels import compiling
 from bridge.system.records import record
@@ -34,8 +34,7 @@ def reply_tokens(
         if drafter is None:
             drawn = decoder.draw(prompt, sampler, cached)
         else:
-            reached = decoder.cache.reach(drafter.begin(prompt, cached))
-            cached = timing.kept_tokens = drafter.begin(prompt, reached)
+            cached = timing.kept_tokens = kept_by(drafter, prompt, cached, decoder.cache)
             timing.speculation = Speculation(drafter, prompt)
             drawn = drawn_with(timing.speculation, decoder, prompt, sampler, cached)
         drawn = shared.in_turn(drawn)

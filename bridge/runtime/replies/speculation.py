@@ -15,41 +15,20 @@ layer and the head, so fewer are made (`HeadDrafter`).
 """
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from bridge.errors import BridgeError, parameter
-from bridge.runtime.decoder.decoder import WIDEST
+from bridge.runtime.decoder.decoder import BATCH, Decoder
 from bridge.runtime.decoder.prediction import PredictionHead
+from bridge.runtime.drafters.drafter import Drafter
 from bridge.runtime.sampling import Sampler
 from bridge.runtime.tokenizer import common_prefix
 
-_FIRST = 3  # guesses at first: with the token before them the columns of a narrower kernel
 _LONGEST_PAUSE = 16  # tokens without guesses
 _ORDERS = (3, 2)  # tokens that must be the same for what followed them to be guessed; the first that is found
-
-
-class Drafter:
-    """What guesses the tokens that follow a text.
-
-    first, longest  tokens guessed at first, and after guesses that were all right
-    reads_states    whether it wants the model's states of all tokens
-    """
-
-    first, longest = _FIRST, WIDEST - 1
-    reads_states = False
-
-    def begin(self, tokens: Sequence[int], cached: int) -> int:
-        """How many of the prompt's first tokens the model need not read again, of `cached` that it has."""
-        return cached
-
-    def read(self, position: int, states: np.ndarray) -> None:
-        """The normalized states float32 [n, hidden] of the tokens from `position` on; they replace earlier ones."""
-
-    def propose(self, tokens: Sequence[int], most: int) -> list[int]:
-        """Up to `most` tokens that may follow these, all of prompt and reply so far, of which some may be known."""
-        raise NotImplementedError
 
 
 class NgramDrafter(Drafter):
@@ -61,6 +40,13 @@ class NgramDrafter(Drafter):
     def __init__(self) -> None:
         self._ends: dict[tuple[int, ...], int] = {}  # of an n-gram -> the place after it, but for the text's end
         self._known = 0  # tokens whose n-grams are in it
+
+    def another(self) -> "NgramDrafter":
+        return NgramDrafter()
+
+    def begin(self, tokens: Sequence[int], cached: int, cache: Any) -> int:
+        self._ends, self._known = {}, 0
+        return cached
 
     def propose(self, tokens: Sequence[int], most: int) -> list[int]:
         for end in range(self._known, len(tokens)):
@@ -111,10 +97,13 @@ class HeadDrafter(Drafter):
         self._head = head
         self._states = np.zeros((0, head.decoder.config.hidden), np.float32)  # of tokens that the head has not read
 
-    def begin(self, tokens: Sequence[int], cached: int) -> int:
+    def another(self) -> "HeadDrafter":
+        return HeadDrafter(self._head.another())
+
+    def begin(self, tokens: Sequence[int], cached: int, cache: Any) -> int:
         return self._head.start(tokens, cached)
 
-    def read(self, position: int, states: np.ndarray) -> None:
+    def read(self, position: int, states: np.ndarray, tapped: np.ndarray | None) -> None:
         self._states = np.concatenate([self._states[: position - self._head.pairs], states])
 
     def propose(self, tokens: Sequence[int], most: int) -> list[int]:
@@ -174,14 +163,30 @@ class Speculation:
             self._pause = min(self._failures, _LONGEST_PAUSE)
 
 
+def kept_by(drafter: Drafter, tokens: Sequence[int], cached: int, cache: Any) -> int:
+    """Begin a prompt: how many of its first tokens, of `cached` that the cache has, need not be read again."""
+    return drafter.begin(tokens, cache.reach(drafter.begin(tokens, cached, cache)), cache)
+
+
+def tap(drafter: Drafter, decoder: Any) -> None:
+    """Have a decoder keep what a drafter reads between its layers."""
+    if drafter.taps:
+        decoder.tap(drafter.taps)
+
+
 def drawn_with(
     speculation: Speculation, decoder: Any, tokens: Sequence[int], sampler: Sampler, cached: int
 ) -> Iterator[int]:
     """As `Decoder.draw`, with guesses."""
     cache = decoder.cache
     cache.length = cached
-    states = decoder.run(tokens[cached:], len(tokens) - cached if speculation.drafter.reads_states else 1)
-    speculation.drafter.read(cached, states)
+    drafter = speculation.drafter
+    parts = range(cached, len(tokens), BATCH if drafter.reads_states else len(tokens))
+    for start in parts:  # what a drafter reads of a long prompt is not held together
+        part = tokens[start : start + parts.step]
+        tap(drafter, decoder)
+        states = decoder.run(part, len(part) if drafter.reads_states else 1)
+        drafter.read(start + len(part) - len(states), states, tapped_by(decoder))
     rows = decoder.logits(states[-1:])
     while True:
         for row in rows:
@@ -194,19 +199,33 @@ def drawn_with(
             if not right:
                 break
         guesses, position = speculation.guesses(decoder.room() - 1), cache.length
+        tap(drafter, decoder)
         rows = decoder.follow([token, *guesses])
-        speculation.drafter.read(position, decoder.followed)
+        drafter.read(position, decoder.followed, tapped_by(decoder))
+
+
+def tapped_by(decoder: Any) -> np.ndarray | None:
+    """What a decoder's last pass kept of states between layers; None on CUDA."""
+    return decoder.tapped if isinstance(decoder, Decoder) else None
 
 
 def drafter_for(model: Any, draft: Any) -> Drafter:
-    """What guesses tokens for a `Model`; BridgeError where nothing can, or the sums would be others."""
+    """What guesses tokens for a `Model`: a name, another model, or a drafter's file.
+
+    Raises BridgeError where nothing can, or the sums would be others.
+    """
     check_decoder(model._decoder)
     if hasattr(draft, "prediction_head"):  # another `Model`
         check_draft_model(model, draft)
         return ModelDrafter(draft)
-    if not isinstance(draft, str) or draft not in NAMES:
-        raise BridgeError(f"unknown {parameter('draft')} {draft!r}: choose {', '.join(NAMES)}, or another model")
-    return NgramDrafter() if draft == "ngram" else HeadDrafter(model.prediction_head())
+    if isinstance(draft, str) and draft in NAMES:
+        return NgramDrafter() if draft == "ngram" else HeadDrafter(model.prediction_head())
+    if not isinstance(draft, str | Path) or not Path(draft).is_file():
+        raise BridgeError(
+            f"unknown {parameter('draft')} {draft!r}: choose {', '.join(NAMES)}, a drafter's GGUF, or another model"
+        )
+    drafter: Drafter = model.drafter(draft)
+    return drafter
 
 
 def check_decoder(decoder: Any) -> None:

@@ -9,7 +9,7 @@ from bridge.runtime.cpu.engines.floats import SIZES, wide_rows_function
 from bridge.runtime.cpu.forms import rowmajor
 from bridge.system.kernels.jit import CFunction
 
-UNQUANTIZED = (*FLOAT_TYPES, "F64", "I32")  # a number for each weight
+UNQUANTIZED = (*FLOAT_TYPES, "F64", "I32", "I64")  # a number for each weight
 
 
 def rows_function(type: str) -> CFunction | None:
@@ -31,9 +31,9 @@ def rows(type: str, raw: np.ndarray) -> np.ndarray:
     if type == "BF16":
         return (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
     if type in UNQUANTIZED:
-        return raw.view({"F32": np.float32, "F16": np.float16, "F64": np.float64, "I32": np.int32}[type]).astype(
-            np.float32
-        )
+        return raw.view(
+            {"F32": np.float32, "F16": np.float16, "F64": np.float64, "I32": np.int32, "I64": np.int64}[type]
+        ).astype(np.float32)
     import gguf
 
     kind = gguf.GGMLQuantizationType[type]
