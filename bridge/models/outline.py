@@ -179,6 +179,7 @@ class Outline:
     optional   biases that are left out where they are all zeros: old GPTQ tools write them for every layer
     others     tensors of the checkpoint that belong to other parts of the model: towers for images or sound
     numbers    keys that list what tensors of one number hold: key -> their names
+    integers   keys that list the integers of a tensor: key -> its name
     stop       the texts of the tokens that end a reply, the EOS token first
     notes      what the reader of the report should know
     """
@@ -191,6 +192,7 @@ class Outline:
     optional: frozenset[str] = frozenset()
     others: list[str] = field(default_factory=list)
     numbers: dict[str, list[str]] = field(default_factory=dict)
+    integers: dict[str, str] = field(default_factory=dict)
     stop: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 

@@ -78,6 +78,7 @@ def renamed(outline: Outline, names: dict[str, str]) -> None:
         return Fold(modules.get(f.consumer, f.consumer), tuple(modules.get(p, p) for p in f.producers))
 
     outline.tensors, outline.folds = list(map(tensor, outline.tensors)), list(map(fold, outline.folds))
+    outline.integers = {key: names.get(name, name) for key, name in outline.integers.items()}
     outline.unused = [names.get(name, name) for name in outline.unused]
     outline.zero_only = [names.get(name, name) for name in outline.zero_only]
     outline.optional = frozenset(names.get(name, name) for name in outline.optional)

@@ -32,8 +32,15 @@ _LARGEST = 2.0**62  # a checksum of integers
 # under names of transformers that the converter does not know; with transformers 5 it takes each Nemotron-H for a MoE
 UNKNOWN = {"bitnet", "nemotron-h"}
 
+# integers of up to 45 bits; primes, and their sums
+QWEN4S_HASH = {
+    "layer_multipliers": [23703575012345, 1234567891, 35184372088831], "ngram_heads_vocab_sizes": [53, 59, 61, 67],
+    "ngram_heads_offsets": [0, 53, 112, 173],
+}  # fmt: skip
+
+KIMIS = {"kimi-linear"}
 # whose config.json the converter reads by transformers 5, which drops keys that it needs
-UNREADABLE = {"minimax-m3"}
+UNREADABLE = {"minimax-m3", "qwen4exp", "kimi-linear"}
 
 
 def values_of(name: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -45,6 +52,8 @@ def values_of(name: str, shape: tuple[int, ...]) -> np.ndarray:
 def stored_values_of(name: str, shape: tuple[int, ...]) -> np.ndarray:
     """`values_of`; of DeepSeek V4 also its experts of 4-bit floats and its table of experts."""
     numbers = np.arange(np.prod(shape), dtype=np.int64) * 7919 + zlib.crc32(name.encode())
+    if name.rpartition(".")[2] in QWEN4S_HASH:
+        return np.array(QWEN4S_HASH[name.rpartition(".")[2]])
     if name.endswith("tid2eid"):
         return (numbers % 4).reshape(shape)
     if name.endswith(".scale") and DEEPSEEK4S_EXPERT.search(f"{name.removesuffix('scale')}weight"):
@@ -145,6 +154,9 @@ def save_checkpoint(name: str, folder: Path) -> dict[str, tuple[int, ...]]:
     for key, shape in shapes.items():
         if name == "qwen3-vl-moe" and ".mlp.experts." in key:  # so it is published; transformers keeps it otherwise
             shapes[key] = (shape[0], shape[2], shape[1])
+    if name in KIMIS:  # so it is published; transformers saves networks without experts by the name of those that have
+        dense = re.compile(r"block_sparse_moe\.(\w+_proj\.weight)")
+        shapes = {dense.sub(r"mlp.\1", key): shape for key, shape in shapes.items()}
     if with_mtp:
         add_prediction(name, folder, shapes)
     if name == "deepseek4":

@@ -17,6 +17,7 @@ from bridge.models.families.gpt_oss import GPT_OSS
 from bridge.models.families.granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE
 from bridge.models.families.hunyuan import HUNYUAN, HUNYUAN_MOE
 from bridge.models.families.jamba import JAMBA
+from bridge.models.families.kimi_linear import KIMI_LINEAR
 from bridge.models.families.lfm2 import LFM2, LFM2_MOE
 from bridge.models.families.llama import LLAMA, SEED_OSS, SMOLLM3
 from bridge.models.families.llama4 import LLAMA4
@@ -29,13 +30,14 @@ from bridge.models.families.olmo import OLMO2, OLMO3
 from bridge.models.families.phi import PHI3, PHIMOE
 from bridge.models.families.qwen import QWEN2, QWEN2_MOE, QWEN2_VL, QWEN3, QWEN3_MOE, QWEN3_VL, QWEN3_VL_MOE
 from bridge.models.families.qwen3_next import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
+from bridge.models.families.qwen4_exp import QWEN4_EXP
 from bridge.models.families.starcoder2 import STARCODER2
 
 ALL = (
     LLAMA, LLAMA4, MISTRAL, MIXTRAL, MISTRAL4, MISTRAL3, PHIMOE, QWEN2, QWEN2_MOE, QWEN2_VL, QWEN3, QWEN3_MOE,
-    QWEN3_VL, QWEN3_VL_MOE, QWEN3_NEXT, SMOLLM3, GRANITE, PHI3, GEMMA2, GEMMA3, GEMMA3N, GEMMA4, GLM4, GLM4_MOE,
+    QWEN3_VL, QWEN3_VL_MOE, QWEN3_NEXT, QWEN4_EXP, SMOLLM3, GRANITE, PHI3, GEMMA2, GEMMA3, GEMMA3N, GEMMA4, GLM4, GLM4_MOE,
     OLMO2, COMMAND_R, STARCODER2, GPT2, DEEPSEEK2, GPT_OSS, BITNET, QWEN3_5, QWEN3_5_MOE, SEED_OSS, OLMO3, EXAONE4,
     ERNIE4_5, ERNIE4_5_MOE, GRANITE_MOE, LFM2, LFM2_MOE, HUNYUAN, HUNYUAN_MOE, MINIMAX_M2, MINIMAX_M3,
-    GLM4_MOE_LITE, GLM4V_MOE, GRANITE_HYBRID, NEMOTRON_H_MOE, NEMOTRON_H, MAMBA2, JAMBA, FALCON_H1, DEEPSEEK32,
+    GLM4_MOE_LITE, KIMI_LINEAR, GLM4V_MOE, GRANITE_HYBRID, NEMOTRON_H_MOE, NEMOTRON_H, MAMBA2, JAMBA, FALCON_H1, DEEPSEEK32,
     GLM5, APERTUS, DEEPSEEK4, SOLAR_OPEN, DOTS1, GEMMA4_UNIFIED,
 )  # fmt: skip
