@@ -165,6 +165,7 @@ def tensors_of_gguf(
     args = _with_more(args, family, values)
     outline = invert_table(family, args, stored, quantized)
     sources = {part.source for tensor in outline.tensors for part in tensor.parts}
+    sources |= {part.times for tensor in outline.tensors for part in tensor.parts if part.times is not None}
     names = {name: mtp_name(name, args.layers, family.mtp) for name in sources}
     renamed(outline, {name: name_in_parts(inner, config) if in_parts else inner for name, inner in names.items()})
     tensors, known = [], {tensor.name for tensor in outline.tensors}

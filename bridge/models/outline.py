@@ -35,6 +35,7 @@ class Part:
     rows     int64 [out] or None: row i of the GGUF is row rows[i] of the source
     columns  int64 [in] or None: the source's columns in the GGUF's order
     factor   float32 [rows of the source] or None: what its rows are multiplied by; codes stay, scales change
+    times    another tensor of the checkpoint that a vector is multiplied by, or None
     folded   whether `columns` undoes act-order: an imatrix has the columns in the order before that
     matrix   which matrix of a 3-D source this is
     stored   the source's shape where `rows` or `columns` pick from more than they return; after `change`
@@ -54,6 +55,7 @@ class Part:
     stored: tuple[int, ...] | None = None
     change: str | None = None
     factor: np.ndarray | None = None
+    times: str | None = None
     folded: bool = False
 
     @property

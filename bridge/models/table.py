@@ -303,6 +303,8 @@ class _Filled:
     def _plan(self, name: str, shape: tuple[int, ...], parts: tuple[Part, ...], type: str | None) -> None:
         for part in parts:
             self._use(part.source)
+            if part.times is not None:
+                self._use(part.times)
         fixed = type or ("F32" if len(shape) == 1 else None)
         self.tensors.append(OutlineTensor(name, shape, parts, fixed_type=fixed))
 

@@ -17,7 +17,12 @@ from bridge.models.towers.tower import TOWER_NAME
 ANY_TEXT = frozenset({"InternVLChatModel", "InternVLForConditionalGeneration", "LlavaForConditionalGeneration"})
 _PARTS = frozenset({"text_config", "llm_config", "vision_config", "audio_config"})
 # those whose language model and tower are not inside one `model`
-_APART = frozenset({"InternVLChatModel", "Llama4ForConditionalGeneration", "MiniMaxM3SparseForConditionalGeneration"})
+_APART = frozenset(
+    {
+        "InternVLChatModel", "KimiK3ForConditionalGeneration", "Llama4ForConditionalGeneration",
+        "MiniMaxM3SparseForConditionalGeneration",
+    }
+)  # fmt: skip
 
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -69,7 +74,8 @@ def renamed(outline: Outline, names: dict[str, str]) -> None:
     modules = {name.removesuffix(".weight"): stored.removesuffix(".weight") for name, stored in names.items()}
 
     def part(p: Part) -> Part:
-        return replace(p, source=names.get(p.source, p.source))
+        times = None if p.times is None else names.get(p.times, p.times)
+        return replace(p, source=names.get(p.source, p.source), times=times)
 
     def tensor(t: OutlineTensor) -> OutlineTensor:
         return replace(t, parts=tuple(map(part, t.parts)))

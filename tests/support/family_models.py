@@ -240,7 +240,8 @@ PUBLISHED_AS: dict[str, dict[str, str]] = {
         '"linear_conv_kernel_dim": 4,': '"linear_attn_config": {"full_attn_layers": [4], "kda_layers": [1, 2, 3], '
         '"head_dim": 16, "num_heads": 4, "short_conv_kernel_size": 4}, "first_k_dense_replace": 1, '
         '"moe_router_activation_func": "sigmoid", "mla_use_nope": true,',
-        '"linear_head_dim": 16,': "", '"linear_num_heads": 4,': "",
+        '"linear_head_dim": 16,': "",
+        '"linear_num_heads": 4,': "",
     },
     "granite-4": {'"linear_attention"': '"mamba"', '"full_attention"': '"attention"'},
 }

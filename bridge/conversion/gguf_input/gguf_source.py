@@ -170,7 +170,8 @@ class GgufSource:
     dtype      of all floats in the checkpoint: F16, BF16 or F32
     quantized  whether layers will be, as `tensors_of_gguf` has it
     made       whether config and tokenizer were made of the GGUF's metadata
-    numbers    checkpoint's name -> value, of tensors that are numbers in the GGUF's metadata
+    numbers    checkpoint's name -> value, of tensors that are no tensors of the GGUF: numbers in its metadata, and ones
+               of what others have been multiplied by
     sources     checkpoint's name -> `SourceTensor` or `AssembledTensor`
     used       the GGUF's name -> what the family's table says of it
     notes      what becomes of the other parts of a model of several
@@ -210,6 +211,8 @@ class GgufSource:
         self.tensors = {name: self._info(name, source, dtype) for name, source in self.sources.items()}
         numbers, in_parts = numbers_of_gguf(model.metadata), has_parts(config)
         self.numbers = {name_in_parts(name, config) if in_parts else name: value for name, value in numbers.items()}
+        parts = (part for tensor in self.used.values() for part in tensor.parts)
+        self.numbers |= {part.times: np.ones(part.shape, np.float32) for part in parts if part.times is not None}
         for name, value in self.numbers.items():
             kind = "I64" if value.dtype == np.int64 else dtype
             self.tensors[name] = TensorInfo(name, kind, value.shape, value.size * NUMPY[kind].itemsize, self.path)

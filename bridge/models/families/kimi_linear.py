@@ -1,8 +1,12 @@
-"""Kimi Linear: layers of delta attention (KDA), each fourth of DeepSeek's latent attention, without any positions.
+"""Kimi Linear and Kimi K3: layers of delta attention (KDA), each fourth of latent attention, without any positions.
 
 KDA is a gated delta net whose state decays by channel: q, k and v have a short convolution each, the decay and the gate
 of the output are made by two matrices of low rank. A bias is added to the router's sigmoid to choose experts, but not
 to weight them.
+
+K3 is several times as deep. Every few layers the state is put aside and begins anew; what attention and networks read
+is a mixture of those states, weighted by scores (*_res_*), whose norm and vector GGUF has multiplied. Experts read a
+shorter vector, gates are bent by tanh (situ), and the output's gate is one matrix, which latent attention has too.
 
 Names are those of the published checkpoints; those that transformers has in memory follow.
 """
@@ -73,8 +77,8 @@ def _kinds(config: Config, args: Arguments, published: dict[str, Any]) -> list[b
         return [layer + 1 not in full for layer in range(args.layers)]
     if kinds is None or len(kinds) != args.layers or not {*kinds} <= {"linear_attention", "full_attention"}:
         raise BridgeError(
-            f"{config.path}: layers with full attention are {(full if kinds is None else kinds)!r:.80}, must be some of "
-            f"{args.layers}"
+            f"{config.path}: the layers with full attention, {(full if kinds is None else kinds)!r:.80}, must be some "
+            f"of {args.layers}"
         )
     return [kind == "linear_attention" for kind in kinds]
 
@@ -135,7 +139,7 @@ def _convolution(which: int) -> Callable[[Arguments, str], tuple[Part, ...]]:
 
 
 def _decay(args: Arguments, source: str) -> tuple[Part, ...]:
-    return (Part(source, (args.heads, 1), stored=(1, 1, args.heads, 1), change="-exp"),)
+    return (Part(source, (1, 1, args.heads, 1), change="-exp"),)
 
 
 def _forget(part: str, shape: str, **more: Any) -> Row:
@@ -233,5 +237,101 @@ KIMI_LINEAR = Family(
         *in_layers(_dense, *DENSE_ROWS),
         *in_layers(other_layers(_dense), *experts()),
         head=Row("lm_head", "vocab hidden"),  # llama.cpp's graph needs one even if the embeddings are tied
+    ),
+)  # fmt: skip
+
+
+def _k3_sizes(config: Config, args: Arguments) -> dict[str, int]:
+    latent = config.get("routed_expert_hidden_size")
+    return {
+        **_sizes(config, args), "latent": config.side("routed_expert_hidden_size", args.hidden),
+        "has_latent": int(latent is not None), "mixed": config.count("attn_res_block_size", 0),
+    }  # fmt: skip
+
+
+def _k3_metadata(config: Config, args: Arguments) -> dict[str, Any]:
+    m, bound = args.more, table(config.get("linear_attn_config")).get("gate_lower_bound")
+    return {
+        **_metadata(config, args), "attention.value_length": m["lora"],
+        "kda.gate_lower_bound": None if bound is None else float(bound),
+        "expert_latent_length": m["latent"] if m["has_latent"] else None,
+        "activation.situ_linear_beta": float(config.get("activation_situ_linear_beta", 0.0)),
+        "attn_res.block_size": m["mixed"],
+    }  # fmt: skip
+
+
+def _k3_config(stored: StoredKeys) -> dict[str, Any]:
+    config = _config(stored)
+    bound = stored.get("kda.gate_lower_bound")
+    more = {} if bound is None else {"gate_lower_bound": bound}
+    return {
+        **config, "linear_attn_config": {**config["linear_attn_config"], **more}, "head_dim": None,
+        "routed_expert_hidden_size": stored.get("expert_latent_length"),
+        "activation_situ_linear_beta": stored.get("activation.situ_linear_beta"),
+        "attn_res_block_size": stored.get("attn_res.block_size", 0),
+    }  # fmt: skip
+
+
+def _mixed(args: Arguments) -> bool:
+    return args.more["mixed"] > 0
+
+
+def _score(module: str, name: str) -> Row:
+    """A vector that scores states, times the norm before it."""
+
+    def parts(args: Arguments, source: str) -> tuple[Part, ...]:
+        norm = source.replace("_proj.weight", "_norm.weight")
+        return (Part(source, (args.hidden,), change="squeezed", times=norm),)
+
+    return Row(f"{module}_proj", "hidden", name=f"{name}_res_score.weight", parts=parts, when=_mixed)
+
+
+def _latent(part: str, shape: str, name: str, **more: Any) -> Row:
+    return Row(f"{_MOE}.routed_expert_{part}", shape, name=f"ffn_routed_{name}.weight", when=_has_latent, **more)
+
+
+def _has_latent(args: Arguments) -> bool:
+    return bool(args.more["has_latent"])
+
+
+KIMI_K3 = replace(
+    KIMI_LINEAR,
+    titles=("Kimi K3",), arch="kimi-k3", architectures=("KimiK3ForConditionalGeneration",), model_type="kimi_k3",
+    expects=(
+        Expected("hidden_act", ("situ",), written=True), Expected("mla_use_nope", (True,), written=True),
+        Expected("moe_router_activation_func", ("sigmoid",)), Expected("moe_layer_freq", (1,)),
+    ),
+    sizes=_k3_sizes,
+    metadata=(
+        *(key for key in KIMI_LINEAR.metadata if isinstance(key, Key)),
+        Key("expert_weights_norm", "moe_renormalize", True),
+        Key("activation.situ_beta", "activation_situ_beta", 1.0), Computed(_k3_metadata, _k3_config),
+    ),
+    wrapped=True,
+    table=(
+        *decoder(
+            _score("self_attention_res", "attn"),
+            Row("input_layernorm", "hidden"),
+            *in_layers(
+                _kda,
+                *(replace(row, shape="heads", parts=None, change="-exp") if row.name == "ssm_a" else row
+                  for row in DELTA_ROWS),
+                Row("self_attn.g_proj", "kda hidden", name="ssm_g.weight"),
+            ),
+            *in_layers(
+                other_layers(_kda), *LATENT_ROWS,
+                Row("self_attn.g_proj", "attended hidden", name="attn_gate.weight", optional=True),
+            ),
+            _score("mlp_res", "ffn"),
+            Row("post_attention_layernorm", "hidden"),
+            *in_layers(_dense, *DENSE_ROWS),
+            *in_layers(
+                other_layers(_dense), *experts("expert latent"),
+                _latent("down_proj", "latent hidden", "down"), _latent("up_proj", "hidden latent", "up"),
+                _latent("norm", "latent", "norm", optional=True),
+            ),
+            head=Row("lm_head", "vocab hidden"),
+        ),
+        _score("model.output_attn_res", "output"),
     ),
 )  # fmt: skip

@@ -143,10 +143,14 @@ QWEN3_NEXT = Family(
 )  # fmt: skip
 
 
-def sections_config(stored: StoredKeys) -> dict[str, Any]:
+def _sections_config(stored: StoredKeys) -> dict[str, Any]:
     sections = (stored.get("rope.dimension_sections") or [])[:3]
     more = {"mrope_section": sections, "mrope_interleaved": True} if sections else {}
     return {"rope_parameters": {**stored.values["rope_parameters"], **more}}
+
+
+# llama.cpp needs the key, which some config.json files leave out
+SECTIONS = Computed(lambda config, args: rope_sections(config, args, [11, 11, 10]), _sections_config)
 
 
 def delta_sizes(config: Config, args: Arguments) -> dict[str, int]:
@@ -209,7 +213,7 @@ QWEN3_5 = replace(
     keys={"max_position_embeddings": 32768, "head_dim": 256, "partial_rotary_factor": 0.25},
     expects=(SILU, NO_BIASES),
     sizes=delta_sizes,
-    metadata=(*QWEN3_NEXT.metadata, Computed(lambda config, args: rope_sections(config, args, [11, 11, 10]), sections_config)),
+    metadata=(*QWEN3_NEXT.metadata, SECTIONS),
     language_model=("qwen3_5_text", "Qwen3_5ForCausalLM"), wrapped=True,
     table=decoder(*_ATTENTION, *gated_mlp("mlp", "inner"), *prediction("+1"), norm=_NORM),
 )  # fmt: skip

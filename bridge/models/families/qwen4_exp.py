@@ -6,7 +6,6 @@ indexer. One layer adds rows of a table that a hash of the last tokens chooses (
 and checkpoints have it in many tensors. llama.cpp reads single rows of it from the file.
 """
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,16 +14,15 @@ from bridge.errors import BridgeError
 from bridge.models.config.arguments import Arguments
 from bridge.models.config.gguf_keys import Computed, Key, StoredKeys
 from bridge.models.config.model_config import Config
-from bridge.models.families.qwen import rope_sections
 from bridge.models.families.qwen3_next import (
     FULL_ROWS,
     LINEAR,
     LINEAR_ROWS,
     QWEN3_5_MOE,
+    SECTIONS,
     SHARED_ROWS,
     delta_sizes,
     linear,
-    sections_config,
 )
 from bridge.models.family import EXPERTS, NO_BIASES, SILU, Expected, Family, Row, decoder, in_layers, other_layers
 from bridge.models.outline import Part
@@ -190,7 +188,7 @@ QWEN4_EXP = Family(
     sizes=_sizes,
     metadata=(
         *(key for key in QWEN3_5_MOE.metadata if isinstance(key, Key)),
-        Computed(lambda config, args: rope_sections(config, args, [11, 11, 10]), sections_config),
+        SECTIONS,
         Key("hyper_connection.count", "hc_count", 4, defines="streams"),
         Key("hyper_connection.low_rank", "hc_lowrank", 320, defines="low"),
         Key("attention.indexer.head_count", "indexer_n_heads", defines="index_heads"),
