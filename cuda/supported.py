@@ -4,6 +4,7 @@ from bridge.cuda.attention import attention_kind, latent_attention
 from bridge.cuda.forms.matrix import has_kernel
 
 from bridge.errors import BridgeError
+from bridge.gguf_file.architectures import KDA
 from bridge.runtime.config.decoder_config import DecoderConfig
 from bridge.runtime.reader import GGUFFile
 
@@ -16,6 +17,8 @@ def check_supported(file: GGUFFile, config: DecoderConfig, kv: str, precision: s
 
 def _unsupported(file: GGUFFile, c: DecoderConfig, kv: str, precision: str) -> str | None:
     """What is not supported."""
+    if c.recurrent is not None and c.recurrent.kind == KDA:
+        return "delta attention whose state decays by channel"
     if any(tensor.change is not None for tensor in file.values()):
         return "a model with an adapter (LoRA)"
     for tensor in file.values():

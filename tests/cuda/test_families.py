@@ -23,7 +23,7 @@ from tests.runtime.test_lora import write_lora
 from tests.support import ptx
 from tests.support.family_models import MODELS
 from tests.support.gpu.device import pretended_gpu
-from tests.support.gpu.small_models import BLOCK_FIELDS, FIELDS, LEFT_TO_LLAMA_CPP, converted
+from tests.support.gpu.small_models import BLOCK_FIELDS, FIELDS, LEFT_TO_LLAMA_CPP, ON_THE_CPU, converted
 from tests.support.make_families import GOLDENS, UNKNOWN
 
 pytest.importorskip("torch")
@@ -58,7 +58,7 @@ def check(path: Path) -> str:
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("name", sorted({*MODELS} - LEFT_TO_LLAMA_CPP))
+@pytest.mark.parametrize("name", sorted({*MODELS} - LEFT_TO_LLAMA_CPP - ON_THE_CPU))
 def test_a_familys_logits_are_those_of_the_walk_in_numpy(name: str, tmp_path: Path) -> None:
     check(converted(name, tmp_path, "F32", **FIELDS.get(name, {})))
 
