@@ -467,7 +467,8 @@ def _norm_of_gated(blocks, count, _0, _1, _2, _3, _4, first, last):
 
 FUNCTIONS: dict[str, Any] = {
     "multiply": _multiply, "convolve": _convolve, "keep_tail": _keep_tail, "gates": _gates, "recur": _recur,
-    "gates_by_channel": _gates_by_channel, "put": _put, "split_steps": _split_steps, "scan": _scan, "gated_norm": _gated_norm, "norm_of_gated": _norm_of_gated,
+    "gates_by_channel": _gates_by_channel, "put": _put, "split_steps": _split_steps, "scan": _scan,
+    "gated_norm": _gated_norm, "norm_of_gated": _norm_of_gated,
 }  # fmt: skip
 
 
