@@ -17,8 +17,6 @@ def check_supported(file: GGUFFile, config: DecoderConfig, kv: str, precision: s
 
 def _unsupported(file: GGUFFile, c: DecoderConfig, kv: str, precision: str) -> str | None:
     """What is not supported."""
-    if c.recurrent is not None and c.recurrent.kind == KDA:
-        return "delta attention whose state decays by channel"
     if any(tensor.change is not None for tensor in file.values()):
         return "a model with an adapter (LoRA)"
     for tensor in file.values():
@@ -27,6 +25,8 @@ def _unsupported(file: GGUFFile, c: DecoderConfig, kv: str, precision: str) -> s
             return f"{tensor.name}, {tensor.type} with factors,"
     if c.hidden % 32:
         return f"a model of {c.hidden} hidden features, which are not a multiple of 32,"
+    if c.recurrent is not None and c.recurrent.kind == KDA:
+        return "delta attention whose state decays by channel"
     if c.latent is not None:
         return latent_attention.unsupported(c, kv, precision)
     heads = sorted({c.heads_of(layer)[:2] for layer in c.attending})

@@ -25,7 +25,7 @@ class FiledArray(np.memmap):
     def release(self) -> None:
         """Give the memory of its pages back; what they hold stays in the file."""
         if hasattr(mmap, "MADV_DONTNEED"):
-            self._mmap.madvise(mmap.MADV_DONTNEED)
+            self._mmap.madvise(mmap.MADV_DONTNEED)  # type: ignore[attr-defined]
 
     def tofile(self, fid: Any, sep: str = "", format: str = "%s") -> None:
         """As `np.ndarray.tofile`, a chunk at a time."""
