@@ -39,8 +39,11 @@ from bridge.trellis.layer import TrellisLayer
 __all__ = ["Checkpoint", "CodedTensor", "GroupedTensor", "ModuleInfo", "QuantConfig", "TensorInfo", "open_checkpoint"]
 
 _CODES = ("qweight", "weight_packed")  # names of codes that may lack a config
-# integers that are read as they are: the experts of a token, the tokens of a drafter's head, and those that it has
-_TABLES = ("tid2eid", "d2t", "t2d", "token_ordering")
+# integers that are read as they are: the experts of a token, the tokens of a drafter's head, and those that it has, and
+# what hashes n-grams
+_TABLES = (
+    "tid2eid", "d2t", "t2d", "token_ordering", "layer_multipliers", "ngram_heads_offsets", "ngram_heads_vocab_sizes",
+)  # fmt: skip
 
 
 class Checkpoint:

@@ -28,6 +28,7 @@ from bridge.models.families.granite_swa import GRANITE_MOE_SWA, GRANITE_SWA
 from bridge.models.families.hunyuan import HUNYUAN, HUNYUAN_MOE, HY3
 from bridge.models.families.jais2 import JAIS2
 from bridge.models.families.jamba import JAMBA
+from bridge.models.families.kimi_linear import KIMI_K3, KIMI_LINEAR
 from bridge.models.families.laguna import LAGUNA
 from bridge.models.families.lfm2 import LFM2, LFM2_MOE
 from bridge.models.families.llama import LLAMA, SEED_OSS, SMOLLM3
@@ -44,6 +45,7 @@ from bridge.models.families.olmo import OLMO2, OLMO3, OLMOE
 from bridge.models.families.phi import PHI3, PHIMOE
 from bridge.models.families.qwen import QWEN2, QWEN2_MOE, QWEN2_VL, QWEN3, QWEN3_MOE, QWEN3_VL, QWEN3_VL_MOE
 from bridge.models.families.qwen3_next import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
+from bridge.models.families.qwen4_exp import QWEN4_EXP
 from bridge.models.families.starcoder2 import STARCODER2
 
 # EAGLE-3 before Llama, whose name its heads may have
@@ -56,4 +58,5 @@ ALL = (
     APERTUS, DEEPSEEK4, SOLAR_OPEN, DOTS1, GEMMA4_UNIFIED, MIMO2, DOTS3_NOTE, EXAONE_MOE, COHERE2, COHERE2_MOE, HY3,
     BAILING_MOE, BAILING_MOE2, LAGUNA, YOUTU, ARCEE, AFMOE, JAIS2, OLMOE, MELLUM, GRANITE_SWA, GRANITE_MOE_SWA, BERT,
     ROBERTA, MODERN_BERT, PUBLISHED_NOMIC_BERT, NOMIC_BERT, GEMMA4_ASSISTANT, GEMMA4_UNIFIED_ASSISTANT, DFLASH,
+    QWEN4_EXP, KIMI_LINEAR, KIMI_K3,
 )  # fmt: skip

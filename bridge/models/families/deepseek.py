@@ -119,6 +119,19 @@ def _version(stored: StoredKeys) -> dict[str, Any]:
     return two if stored.get("expert_gating_func", 1) != 2 else {}
 
 
+LATENT_ROWS = (
+    Row("self_attn.q_proj", "q hidden", when=lambda args: not args.more["q_lora"]),
+    Row("self_attn.q_a_proj", "q_lora hidden", when=lambda args: bool(args.more["q_lora"])),
+    Row("self_attn.q_a_layernorm", "q_lora", when=lambda args: bool(args.more["q_lora"])),
+    Row("self_attn.q_b_proj", "q q_lora", when=lambda args: bool(args.more["q_lora"])),
+    Row("self_attn.kv_a_proj_with_mqa", "lora+rope hidden"),
+    Row("self_attn.kv_a_layernorm", "lora"),
+    Row("self_attn.kv_b_proj", "heads lora nope", parts=_keys, name="attn_k_b.weight", floats="F16"),
+    Row("self_attn.kv_b_proj", "heads v_head lora", parts=_values, name="attn_v_b.weight"),
+    Row("self_attn.o_proj", "hidden attended"),
+)
+
+
 def latent_table(*experts: Row, indexer: tuple[Row, ...] = ()) -> tuple[Row, ...]:
     """The table of an architecture with DeepSeek's attention; without experts every layer has one network.
 
@@ -129,15 +142,7 @@ def latent_table(*experts: Row, indexer: tuple[Row, ...] = ()) -> tuple[Row, ...
     sparse = (*networks(network, *experts, choice, *gated_mlp("mlp.shared_experts", "shared")), *prediction())
     return decoder(
             Row("input_layernorm", "hidden"),
-            Row("self_attn.q_proj", "q hidden", when=lambda args: not args.more["q_lora"]),
-            Row("self_attn.q_a_proj", "q_lora hidden", when=lambda args: bool(args.more["q_lora"])),
-            Row("self_attn.q_a_layernorm", "q_lora", when=lambda args: bool(args.more["q_lora"])),
-            Row("self_attn.q_b_proj", "q q_lora", when=lambda args: bool(args.more["q_lora"])),
-            Row("self_attn.kv_a_proj_with_mqa", "lora+rope hidden"),
-            Row("self_attn.kv_a_layernorm", "lora"),
-            Row("self_attn.kv_b_proj", "heads lora nope", parts=_keys, name="attn_k_b.weight", floats="F16"),
-            Row("self_attn.kv_b_proj", "heads v_head lora", parts=_values, name="attn_v_b.weight"),
-            Row("self_attn.o_proj", "hidden attended"),
+            *LATENT_ROWS,
             *indexer,
             Row("post_attention_layernorm", "hidden"),
             *(sparse if experts else network),

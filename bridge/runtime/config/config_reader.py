@@ -106,8 +106,8 @@ def _read(metadata: Mapping[str, Any], arch: str, path: Path, graph: Graph) -> D
     elif local_kv != kv_heads:
         local_heads = Heads(local_kv, head_dim, rotated)
     usual = head_dim if latent is None else latent.rank
-    values = get("attention.value_length", int, usual) if heads else usual
-    same = values == usual or (latent is None and values < usual)
+    values = get("attention.value_length", int, usual) if heads and latent is None else usual
+    same = values <= usual
     if not same or head_dim % 2 or rotated % 2 or rotated > head_dim:
         raise BridgeError(
             f"{path}: heads of {head_dim} for keys, {values} for values with {rotated} rotated cannot run here; keys "
