@@ -19,7 +19,7 @@ from bridge.models.families import ALL
 from bridge.models.gguf_config import family_of_gguf
 from bridge.models.towers.tower import TOWER_NAME
 from tests.support.encode import load_floats
-from tests.support.family_models import MODELS, copy_tokenizer, new_model, randomized
+from tests.support.family_models import MODELS, OF_PARTS_ONLY, copy_tokenizer, new_model, randomized
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="5.23")
@@ -29,6 +29,7 @@ TOKENS = torch.from_numpy(np.random.default_rng(1).integers(0, 300, (1, 40)))  #
 UNSAID: dict[str, dict[str, Any]] = {
     "gpt-oss": {"rope_parameters": {**MODELS["gpt-oss"][1]["rope_parameters"], "truncate": False}},
 }
+NOT_ALONE = ("minimax-m3", *OF_PARTS_ONLY)  # transformers has no names of their language models alone
 PLAIN = ["falcon-h1", "gemma4-moe", "nemotron-h"]  # others are of `make test-all`
 
 
@@ -74,7 +75,7 @@ def loaded(folder: Path) -> Any:
     return model.eval()
 
 
-@pytest.mark.parametrize("name", families("minimax-m3"))  # transformers has no names of its language model alone
+@pytest.mark.parametrize("name", families(*NOT_ALONE))
 def test_floats_have_the_logits_of_the_checkpoint_that_the_gguf_came_from(name: str, tmp_path: Path) -> None:
     path = gguf_of(name, tmp_path, "F32")
     bridge.export(path, tmp_path / "new", dtype="F32")
@@ -83,7 +84,7 @@ def test_floats_have_the_logits_of_the_checkpoint_that_the_gguf_came_from(name: 
 
 
 # Conv1D stays floats; Falcon-H1 has weights that its factors multiply; Mamba2 of transformers needs floats in out_proj
-@pytest.mark.parametrize("name", families("gpt2", "falcon-h1", "mamba2", "minimax-m3"))
+@pytest.mark.parametrize("name", families("gpt2", "falcon-h1", "mamba2", *NOT_ALONE))
 def test_layers_with_codes_have_the_logits_of_the_gguf(name: str, tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors")
     path = gguf_of(name, tmp_path, "Q8_0", **wide_experts(name, 32))
@@ -109,6 +110,7 @@ def whole_models() -> list[Any]:
     formats = {name: ("floats", "compressed-tensors") for name in names} | {
         "qwen3-vl-moe": ("floats",),
         "minimax-m3": ("floats",),
+        **dict.fromkeys(OF_PARTS_ONLY, ("floats",)),
     }
     cases = [(name, format, tower) for name in names for format in formats[name] for tower in (True, False)]
     plain = [("mistral3", "floats", False)]

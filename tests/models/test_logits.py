@@ -150,8 +150,8 @@ def test_llama_cpp_gives_the_logits_of_transformers(name: str, tmp_path: Path) -
     assert np.abs(reference - logits).max() < 1e-2 * np.abs(reference).max()
 
 
-def divergence_of(name: str, fields: dict, folder: Path) -> float:
-    """Of a family's model of random weights, between transformers and its float GGUF in llama.cpp."""
+def logits_of(name: str, fields: dict, folder: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Of a family's model of random weights in transformers, and of its float GGUF in llama.cpp."""
     model = randomized(new_model(name, **fields))
     model.save_pretrained(folder / "model", save_original_format=True)
     bridge.convert(
@@ -160,7 +160,12 @@ def divergence_of(name: str, fields: dict, folder: Path) -> float:
     tokens = np.random.default_rng(1).integers(0, 2048, OWN_LENGTH.get(name, LENGTH)).tolist()
     with LlamaCpp(folder / "m.gguf", n_ctx=256, flash=name in SPARSE) as loaded:
         logits = loaded.logits(tokens)
-    return divergence(reference_logits(model, tokens), logits)
+    return reference_logits(model, tokens), logits
+
+
+def divergence_of(name: str, fields: dict, folder: Path) -> float:
+    """Between `logits_of`."""
+    return divergence(*logits_of(name, fields, folder))
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != "phimoe"])
@@ -185,6 +190,17 @@ def test_llama_cpp_computes_phi_moe_otherwise_as_the_note_says(tmp_path: Path, m
     monkeypatch.setattr(modeling_phimoe, "sparsemixer", softmax)
     monkeypatch.setattr(torch.nn.LayerNorm, "forward", rms_norm)
     assert divergence_of("phimoe", {}, tmp_path / "done") < 1e-6
+
+
+def test_the_pools_that_glm_5_3s_indexer_chooses_are_those_of_transformers(tmp_path: Path) -> None:
+    """8 of up to 24 in the last layer, with keys as halves in llama.cpp: most positions have no near-ties."""
+    text = FAMILIES["glm5-next"][1]["text_config"]
+    kinds = [*4 * ["linear_attention"], "indexed_attention"]
+    model, logits = logits_of(
+        "glm5-next", {"text_config": {**text, "index_topk": 32, "layer_types": kinds, "indexer_types": None}}, tmp_path
+    )
+    kl = [divergence(*pair) for pair in zip(model[40:, None], logits[40:, None], strict=True)]
+    assert np.mean(np.array(kl) < 1e-6) > 0.7
 
 
 @pytest.mark.exhaustive

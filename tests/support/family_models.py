@@ -48,6 +48,14 @@ LATENT: dict[str, Any] = {
     "num_key_value_heads": 4, "index_n_heads": 2, "index_head_dim": 64, "index_topk": 256,
 }  # fmt: skip
 
+NEXT: dict[str, Any] = {
+    **LATENT, "q_lora_rank": 32, "kv_lora_rank": 32, "v_head_dim": 16, "moe_intermediate_size": 32,
+    "num_hidden_layers": 5, "qk_rope_head_dim": 0, "index_kpool": 4, "swiglu_limit": 1.0,
+    "linear_head_dim": 8, "linear_num_heads": 4, "indexer_types": ["full", "full", "shared", "full", "full"],
+    "layer_types": [f"{kind}_attention" for kind in ("linear", "indexed", "indexed", "linear", "indexed")],
+    "mlp_layer_types": ["dense", *4 * ["sparse"]],
+}  # fmt: skip
+
 V4: dict[str, Any] = {
     "num_hidden_layers": 4, "head_dim": 32, "num_key_value_heads": 1, "q_lora_rank": 32, "moe_intermediate_size": 32,
     "intermediate_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2, "num_hash_layers": 1,
@@ -198,6 +206,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "ssm_in_multiplier": 1.26, "ssm_out_multiplier": 0.24, "ssm_multipliers": [0.35, 0.25, 0.18, 0.5, 0.35]}),
     "glm5": ("GlmMoeDsaConfig", {**LATENT, "num_hidden_layers": 4, "rope_parameters": {"rope_type": "default",
         "rope_theta": 1000000.0}}),
+    "glm5-next": ("Glm5NextConfig", wrapped("glm5_next_text", VISION, **NEXT)),
     "deepseek3.2": ("DeepseekV32Config", {**LATENT, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1,
         "rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0,
             "original_max_position_embeddings": 64, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0,
@@ -209,6 +218,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 # a MiniMax M3 that attends to all of 96 tokens, as it does where an indexer chooses no fewer
 ALL_BLOCKS = {"text_config": MODELS["minimax-m3"][1]["text_config"] | {"index_topk_blocks": 3}}
+# of whose language models alone transformers has no class
+OF_PARTS_ONLY = ("glm5-next",)
 # what transformers names otherwise than the published config.json
 PUBLISHED_AS: dict[str, dict[str, str]] = {
     "phimoe": {"PhimoeForCausalLM": "PhiMoEForCausalLM"},
@@ -221,6 +232,13 @@ PUBLISHED_AS: dict[str, dict[str, str]] = {
         '"index_n_heads": 2,': '"sparse_attention_config": {"sparse_num_index_heads": 2, "sparse_index_dim": 16, '
         '"sparse_block_size": 32, "sparse_topk_blocks": 2, "sparse_local_block": 1}, "moe_layer_freq": [0, 1, 1, 1], '
         '"n_shared_experts": 1, "scoring_func": "sigmoid",',
+    },
+    "glm5-next": {
+        '"linear_conv_kernel_dim": 4,': '"mla_use_nope": true, "first_k_dense_replace": 1, "linear_attn_config": '
+        '{"num_heads": 4, "head_dim": 8, "short_conv_kernel_size": 4, "gate_lower_bound": -5.0},',
+        '"linear_head_dim": 8,': "",
+        '"linear_lower_bound": -5.0,': "",
+        '"linear_num_heads": 4,': "",
     },
     "granite-4": {'"linear_attention"': '"mamba"', '"full_attention"': '"attention"'},
 }

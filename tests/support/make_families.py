@@ -33,7 +33,7 @@ _LARGEST = 2.0**62  # a checksum of integers
 UNKNOWN = {"bitnet", "nemotron-h"}
 
 # whose config.json the converter reads by transformers 5, which drops keys that it needs
-UNREADABLE = {"minimax-m3"}
+UNREADABLE = {"minimax-m3", "glm5-next"}
 
 
 def values_of(name: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -72,6 +72,7 @@ PREDICTING = {
     "glm4-moe": "num_nextn_predict_layers", "glm4-moe-lite": "num_nextn_predict_layers", "qwen3-next": None,
     "qwen3.5": "mtp_num_hidden_layers", "qwen3.5-moe": "mtp_num_hidden_layers",
     **dict.fromkeys(("glm5", "deepseek3.2", "nemotron-h-moe", "nemotron-3-super"), "num_nextn_predict_layers"),
+    "glm5-next": "num_nextn_predict_layers",
 }  # fmt: skip
 MTP = "-mtp"  # at the end of their goldens' names
 
@@ -79,17 +80,19 @@ MTP = "-mtp"  # at the end of their goldens' names
 def add_prediction(name: str, folder: Path, shapes: dict[str, tuple[int, ...]]) -> None:
     """A layer more, of the last one's shapes, named as the family's checkpoints do."""
     config = json.loads((folder / "config.json").read_text())
+    text = config.get("text_config", config)
     if (key := PREDICTING[name]) is not None:
-        config[key] = 1
+        text[key] = 1
         (folder / "config.json").write_text(json.dumps(config))
-    hidden, vocab = config["hidden_size"], config["vocab_size"]
+    hidden, vocab = text["hidden_size"], text["vocab_size"]
     if name.startswith("nemotron"):
         add_nemotrons(shapes, hidden)
         return
-    layers = config["num_hidden_layers"]
-    last, qwen = f"model.layers.{layers - 1}.", name.startswith("qwen")
-    before = "mtp.layers.0." if qwen else f"model.layers.{layers}."
-    shapes |= {before + key.removeprefix(last): shape for key, shape in shapes.items() if key.startswith(last)}
+    layers, qwen = text["num_hidden_layers"], name.startswith("qwen")
+    block = "model.layers" if text is config else "model.language_model.layers"
+    last, before = f"{block}.{layers - 1}.", "mtp.layers.0." if qwen else f"{block}.{layers}."
+    own = {key.removeprefix(last): shape for key, shape in shapes.items() if key.startswith(last)}
+    shapes |= {before + key: shape for key, shape in own.items() if not key.startswith("hc_")}  # of streams
     if qwen:
         shapes |= {"mtp.fc.weight": (hidden, 2 * hidden)}
         shapes |= {f"mtp.{norm}.weight": (hidden,) for norm in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")}

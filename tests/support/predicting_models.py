@@ -19,6 +19,7 @@ GROUPS_OF_32: dict[str, dict[str, Any]] = {
         "qk_rope_head_dim": 16, "v_head_dim": 16},
     **{name: {"moe_intermediate_size": 32, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16,
         "qk_rope_head_dim": 16, "v_head_dim": 16} for name in ("glm5", "deepseek3.2")},
+    "glm5-next": {},
     "nemotron-h-moe": {"moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 32},
     "nemotron-3-super": {"moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 32,
         "moe_latent_size": 32},

@@ -158,15 +158,25 @@ def read_arguments(config: Config, keys: Mapping[str, Any]) -> Arguments:
         upper_window=window if flag("use_sliding_window") else None,
         experts=experts, experts_used=used, expert_inner=expert_inner, shared_inner=shared_inner, rotated=rotated,
         qk_norm=flag("use_qk_norm"),
-        leading=_leading(config, keys.get("first_k_dense_replace")),
+        leading=_leading(config, keys.get("first_k_dense_replace"), layers),
         kinds=_kinds(config, layers) if "layer_types" in keys else (),
     )  # fmt: skip
 
 
-def _leading(config: Config, default: int | None) -> int:
+def _leading(config: Config, default: int | None, layers: int) -> int:
     """Layers before the first with experts, in families that may have such layers."""
-    key = "first_k_dense_replace"
-    return config.integer(key, default) if default is not None and config.get(key, default) != 0 else 0
+    if default is None:
+        return 0
+    kinds = config.get("mlp_layer_types")
+    if kinds is None:
+        return config.count("first_k_dense_replace", default)
+    dense = list(kinds).count("dense")
+    if list(kinds) != dense * ["dense"] + (layers - dense) * ["sparse"]:
+        raise BridgeError(
+            f"{config.path}: mlp_layer_types is {kinds!r:.80}; llama.cpp has experts in all of {layers} layers after "
+            "the first that has some"
+        )
+    return dense
 
 
 def listed_layers(config: Config) -> list[Any] | None:

@@ -24,8 +24,8 @@ from bridge.models.outline import Part
 from bridge.models.prediction import prediction
 
 
-def _sizes(config: Config, args: Arguments) -> dict[str, int]:
-    nope, rope, value = config.side("qk_nope_head_dim"), args.more["rope"], args.more["v_head"]
+def latent_sizes(config: Config, args: Arguments) -> dict[str, int]:
+    nope, rope, value = config.side("qk_nope_head_dim"), args.more.get("rope", 0), args.more["v_head"]
     return {
         "nope": nope, "q": args.heads * (nope + rope), "attended": args.heads * value,
         "shared": args.expert_inner * config.integer("n_shared_experts", 1),
@@ -116,31 +116,31 @@ def _version(stored: StoredKeys) -> dict[str, Any]:
     return two if stored.get("expert_gating_func", 1) != 2 else {}
 
 
+# the rows of attention on a latent vector, after its norm
+LATENT_ATTENTION = (
+    Row("self_attn.q_proj", "q hidden", when=lambda args: not args.more["q_lora"]),
+    Row("self_attn.q_a_proj", "q_lora hidden", when=lambda args: bool(args.more["q_lora"])),
+    Row("self_attn.q_a_layernorm", "q_lora", when=lambda args: bool(args.more["q_lora"])),
+    Row("self_attn.q_b_proj", "q q_lora", when=lambda args: bool(args.more["q_lora"])),
+    Row("self_attn.kv_a_proj_with_mqa", "lora+rope hidden"),
+    Row("self_attn.kv_a_layernorm", "lora"),
+    Row("self_attn.kv_b_proj", "heads lora nope", parts=_keys, name="attn_k_b.weight", floats="F16"),
+    Row("self_attn.kv_b_proj", "heads v_head lora", parts=_values, name="attn_v_b.weight"),
+    Row("self_attn.o_proj", "hidden attended"),
+)
+ROUTER_BIAS = Row("mlp.gate.e_score_correction_bias", "experts", exact=True, name="exp_probs_b.bias", optional=True)
+
+
 def latent_table(*experts: Row, indexer: tuple[Row, ...] = ()) -> tuple[Row, ...]:
     """The table of an architecture with DeepSeek's attention; `indexer`: what chooses the tokens to attend to."""
     return decoder(
-            Row("input_layernorm", "hidden"),
-            Row("self_attn.q_proj", "q hidden", when=lambda args: not args.more["q_lora"]),
-            Row("self_attn.q_a_proj", "q_lora hidden", when=lambda args: bool(args.more["q_lora"])),
-            Row("self_attn.q_a_layernorm", "q_lora", when=lambda args: bool(args.more["q_lora"])),
-            Row("self_attn.q_b_proj", "q q_lora", when=lambda args: bool(args.more["q_lora"])),
-            Row("self_attn.kv_a_proj_with_mqa", "lora+rope hidden"),
-            Row("self_attn.kv_a_layernorm", "lora"),
-            Row("self_attn.kv_b_proj", "heads lora nope", parts=_keys, name="attn_k_b.weight", floats="F16"),
-            Row("self_attn.kv_b_proj", "heads v_head lora", parts=_values, name="attn_v_b.weight"),
-            Row("self_attn.o_proj", "hidden attended"),
-            *indexer,
-            Row("post_attention_layernorm", "hidden"),
-            *networks(
-                gated_mlp("mlp", "inner"),
-                *experts,
-                Row(
-                    "mlp.gate.e_score_correction_bias", "experts", exact=True, name="exp_probs_b.bias", optional=True,
-                ),
-                *gated_mlp("mlp.shared_experts", "shared"),
-            ),
-            *prediction(),
-    )  # fmt: skip
+        Row("input_layernorm", "hidden"),
+        *LATENT_ATTENTION,
+        *indexer,
+        Row("post_attention_layernorm", "hidden"),
+        *networks(gated_mlp("mlp", "inner"), *experts, ROUTER_BIAS, *gated_mlp("mlp.shared_experts", "shared")),
+        *prediction(),
+    )
 
 
 DEEPSEEK2 = Family(
@@ -152,7 +152,7 @@ DEEPSEEK2 = Family(
     keys={"num_experts": None, "moe_intermediate_size": None, "first_k_dense_replace": 0},
     expects=(SILU,),
     names={"num_experts": "n_routed_experts", "head_dim": "qk_rope_head_dim"},
-    sizes=_sizes,
+    sizes=latent_sizes,
     metadata=(*LATENT, Computed(config=_version)),
     wrapped=True, predicts="dropped",
     table=latent_table(*EXPERTS),
@@ -167,17 +167,17 @@ GLM4_MOE_LITE = replace(
 )  # fmt: skip
 
 
-def _full(config: Config, _args: Arguments) -> dict[str, Any]:
+def full_keys(config: Config, _args: Arguments) -> dict[str, Any]:
     kinds = config.get("indexer_types")
     return {"attention.indexer.types": [kind == "full" for kind in kinds] if kinds else None}
 
 
-def _full_config(stored: StoredKeys) -> dict[str, Any]:
+def full_config(stored: StoredKeys) -> dict[str, Any]:
     full = stored.get("attention.indexer.types")
     return {"indexer_types": ["full" if one else "shared" for one in full]} if full else {}
 
 
-_INDEXER = (
+INDEXER = (
     Row("self_attn.indexer.k_norm", "index_head", bias=required),
     Row("self_attn.indexer.weights_proj", "index_heads hidden"),
     Row("self_attn.indexer.wk", "index_head hidden"),
@@ -190,19 +190,19 @@ DEEPSEEK32 = replace(
     predicts="carried", model_type="deepseek_v32",
     keys={**DEEPSEEK2.keys, "first_k_dense_replace": 3},
     sizes=lambda config, args: {
-        **_sizes(config, args), "index_q": args.more["index_heads"] * args.more["index_head"],
+        **latent_sizes(config, args), "index_q": args.more["index_heads"] * args.more["index_head"],
     },
     metadata=(
         *LATENT, Key("attention.indexer.head_count", "index_n_heads", defines="index_heads"),
         Key("attention.indexer.key_length", "index_head_dim", defines="index_head"),
-        Key("attention.indexer.top_k", "index_topk"), Computed(_full, _full_config),
+        Key("attention.indexer.top_k", "index_topk"), Computed(full_keys, full_config),
     ),
-    table=latent_table(*EXPERTS, indexer=_INDEXER),
+    table=latent_table(*EXPERTS, indexer=INDEXER),
 )  # fmt: skip
 
 GLM5 = replace(
     DEEPSEEK32,
     titles=("GLM-5",), arch="glm-dsa", architectures=("GlmMoeDsaForCausalLM",), model_type="glm_moe_dsa",
     keys={**DEEPSEEK32.keys, "rms_norm_eps": 1e-5},
-    table=latent_table(*EXPERTS, indexer=tuple(replace(row, optional=True) for row in _INDEXER)),
+    table=latent_table(*EXPERTS, indexer=tuple(replace(row, optional=True) for row in INDEXER)),
 )  # fmt: skip
