@@ -59,6 +59,7 @@ class Row:
     optional     whether the checkpoint may lack it
     unless       it is left out where the checkpoint has one of these tensors, whose whole names follow the layer's
     exact        the source is the tensor's whole name, without ".weight"
+    filled       it is in no checkpoint: all its elements are its factor of `Family.factors`
     name         in the GGUF, after "blk.0." in a layer, if it is not the name of gguf's map with ".weight"
     change       how its values are changed, see `Part`
     parts        its parts, if not simply the source: (arguments, name in the checkpoint) -> parts
@@ -77,6 +78,7 @@ class Row:
     optional: bool = False
     unless: tuple[str, ...] = ()
     exact: bool = False
+    filled: bool = False
     name: str | None = None
     change: str | None = None
     parts: Callable[[Arguments, str], tuple[Part, ...]] | None = None
@@ -119,10 +121,12 @@ class Family:
     expects        values that llama.cpp's graph assumes
     names          its config.json's names of keys: usual name -> its name
     sizes          more names for shapes than those of `metadata`: (config, arguments) -> name -> size
-    factors        what rows of linear layers are multiplied by, see `Arguments`
+    factors        what rows of linear layers are multiplied by, see `Arguments`, and what fills vectors (`Row.filled`)
     metadata       more keys of the GGUF, and how a config.json is made of them: see `gguf_keys`
     numbers        keys of the GGUF, whole names, that list a number for each layer: key -> the checkpoint's tensor of
                    one number, with {} for the layer, and its shape
+    told           numbers of config.json that a GGUF has as vectors alone, all of whose elements they are: key -> the
+                   vector's name
     notes          what llama.cpp does otherwise, for the report: config -> sentences
     layer_norm     whether its norms are layer norms, not RMS norms
     rotary         whether positions are rotations of q and k
@@ -156,6 +160,7 @@ class Family:
     factors: Callable[[Config, Arguments], Mapping[str, Sequence[float]]] | None = None
     metadata: tuple[Entry, ...] = ()
     numbers: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
+    told: Mapping[str, str] = field(default_factory=dict)
     notes: Callable[[Config], list[str]] | None = None
     layer_norm: bool = False
     rotary: bool = True

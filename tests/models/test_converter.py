@@ -195,7 +195,7 @@ QUANTIZED: dict[str, tuple[bool, dict[str, int]]] = {
     "gemma3n": (False, {"intermediate_size": 4096}), "mamba2": (False, {}), "jamba": (False, {"mamba_dt_rank": 32}),
     "falcon-h1": (True, {}), "apertus": (True, {}), "deepseek4": (False, {}),
     "glm5": (False, {"q_lora_rank": 32, "kv_lora_rank": 32, "v_head_dim": 16, "moe_intermediate_size": 32}),
-    "glm5-next": (False, {}),
+    "glm5-next": (False, {}), "muse-glimmer": (True, {}),
     "deepseek3.2": (False, {"q_lora_rank": 32, "kv_lora_rank": 32, "v_head_dim": 16, "moe_intermediate_size": 32}),
 }  # fmt: skip
 

@@ -164,6 +164,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "num_experts_per_tok": 2, "intermediate_size": 32}),
     "minimax-m3": ("MiniMaxM3VLConfig", {"projector_hidden_size": 16, **wrapped("minimax_m3_vl_text",
         {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}, **M3)}),
+    "muse-glimmer": ("MuseGlimmerConfig", {**wrapped("muse_glimmer_text", {"num_hidden_layers": 1, "hidden_size": 32,
+        "intermediate_size": 16, "num_attention_heads": 2}, num_hidden_layers=5, head_dim=16, sliding_window=32,
+        output_multiplier=0.5), "out_hidden_size": 128, "projector_hidden_size": 16}),
     "gemma4": ("Gemma4TextConfig", {**GEMMA4, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 2048,
         "num_kv_shared_layers": 2, "use_double_wide_mlp": True, "per_layer_config": {
             str(layer): {"head_dim": 32} for layer in (1, 3)}}),
@@ -219,7 +222,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 # a MiniMax M3 that attends to all of 96 tokens, as it does where an indexer chooses no fewer
 ALL_BLOCKS = {"text_config": MODELS["minimax-m3"][1]["text_config"] | {"index_topk_blocks": 3}}
 # of whose language models alone transformers has no class
-OF_PARTS_ONLY = ("glm5-next",)
+OF_PARTS_ONLY = ("glm5-next", "muse-glimmer")
 # what transformers names otherwise than the published config.json
 PUBLISHED_AS: dict[str, dict[str, str]] = {
     "phimoe": {"PhimoeForCausalLM": "PhiMoEForCausalLM"},

@@ -25,6 +25,7 @@ from bridge.models.families.mamba2 import MAMBA2
 from bridge.models.families.minimax import MINIMAX_M2, MINIMAX_M3
 from bridge.models.families.mistral import MISTRAL, MISTRAL3, MIXTRAL
 from bridge.models.families.mistral4 import MISTRAL4
+from bridge.models.families.muse_glimmer import MUSE_GLIMMER
 from bridge.models.families.nemotron_h import NEMOTRON_H, NEMOTRON_H_MOE
 from bridge.models.families.olmo import OLMO2, OLMO3
 from bridge.models.families.phi import PHI3, PHIMOE
@@ -38,5 +39,5 @@ ALL = (
     OLMO2, COMMAND_R, STARCODER2, GPT2, DEEPSEEK2, GPT_OSS, BITNET, QWEN3_5, QWEN3_5_MOE, SEED_OSS, OLMO3, EXAONE4,
     ERNIE4_5, ERNIE4_5_MOE, GRANITE_MOE, LFM2, LFM2_MOE, HUNYUAN, HUNYUAN_MOE, MINIMAX_M2, MINIMAX_M3,
     GLM4_MOE_LITE, GLM4V_MOE, GRANITE_HYBRID, NEMOTRON_H_MOE, NEMOTRON_H, MAMBA2, JAMBA, FALCON_H1, DEEPSEEK32,
-    GLM5, GLM5_NEXT, APERTUS, DEEPSEEK4, SOLAR_OPEN, DOTS1, GEMMA4_UNIFIED,
+    GLM5, GLM5_NEXT, MUSE_GLIMMER, APERTUS, DEEPSEEK4, SOLAR_OPEN, DOTS1, GEMMA4_UNIFIED,
 )  # fmt: skip

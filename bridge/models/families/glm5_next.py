@@ -185,7 +185,8 @@ GLM5_NEXT = Family(
         Key("expert_weights_scale", "routed_scaling_factor", 2.5), Key("expert_weights_norm", "norm_topk_prob", True),
         Key("expert_group_count", "n_group", 1), Key("expert_group_used_count", "topk_group", 1),
     ),
-    rotary=False, wrapped=True, predicts="carried",
+    language_model=("glm5_next_text", "Glm5NextForConditionalGeneration"), rotary=False, wrapped=True,
+    predicts="carried",
     table=decoder(
         Row("input_layernorm", "hidden"),
         *_streams("attn"),

@@ -30,8 +30,8 @@ def _clamped_metadata(vision: Vision) -> dict[str, Any]:
         tokens = vision.processor.get(key)
         if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
             raise BridgeError(
-                f"{vision.folder / 'preprocessor_config.json'}: {key} is {tokens!r}, must be a number of tokens; take the "
-                f"original model's, or {parameter('mmproj_type', 'none')} to convert the language model alone"
+                f"{vision.folder / 'preprocessor_config.json'}: {key} is {tokens!r}, must be a number of tokens; take "
+                f"the original model's, or {parameter('mmproj_type', 'none')} to convert the language model alone"
             )
         keys[f"vision.{name}"] = tokens * (side * merge) ** 2
     return keys
