@@ -150,6 +150,8 @@ def test_the_docs_list_every_family_and_tell_where_it_runs() -> None:
         ("muse-glimmer", {"layer_types": 5 * ["chunked_attention"]}, "must be full or sliding, for every layer"),
         ("muse-glimmer", {"layer_rope_theta": 5 * [10000.0]}, "llama.cpp rotates in the layers with a window"),
         ("muse-glimmer", {"rope_parameters": FULL | {"rope_type": "linear", "factor": 8.0}}, "rope of type 'linear'"),
+        ("hy-v4", {"indexer_types": ["shared", "full", "full", "full"]}, "and full for the first"),
+        ("hy-v4", {"tie_word_embeddings": True}, "tie_word_embeddings is True; llama.cpp's graph needs a head"),
         ("dots1", {"num_key_value_heads": 2}, "num_key_value_heads is 2"),
         ("granite-4", {"mamba_n_heads": 5}, "64 elements of a Mamba layer in 5 heads"),
         ("granite-4", {"position_embedding_type": "rope"}, "position_embedding_type is 'rope'"),

@@ -37,6 +37,7 @@ OTHERS: dict[str, set[str]] = {
     "gpt2": {"n_inner"},  # null
     "granite-4": {"max_position_embeddings"}, "mamba2": {"max_position_embeddings"},
     "hunyuan": {"max_position_embeddings", "rope_theta", "rope_type"}, "hunyuan-moe": {"moe_topk", "num_shared_expert"},
+    "hy-v4": {"num_key_value_heads"},  # which its attention does not have
     "lfm2": {"intermediate_size", "block_auto_adjust_ff_dim"},
     "nemotron-3-super": LAYERS, "nemotron-3-super-mtp": LAYERS, "nemotron-h-moe": LAYERS,
     "phimoe": {"architectures"}, "Gemma 4 12B, whose layers have heads of one size": {"architectures"},

@@ -168,7 +168,7 @@ def divergence_of(name: str, fields: dict, folder: Path) -> float:
     return divergence(*logits_of(name, fields, folder))
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "phimoe"])
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in ("phimoe", "hy-v4")])
 def test_a_familys_checkpoint_gives_the_logits_of_transformers_in_llama_cpp(name: str, tmp_path: Path) -> None:
     """What is taken over by value: factors, caps, windows (of 32 tokens, fewer than are compared), routers."""
     kl = divergence_of(name, FIELDS.get(name, {}), tmp_path)
@@ -190,6 +190,21 @@ def test_llama_cpp_computes_phi_moe_otherwise_as_the_note_says(tmp_path: Path, m
     monkeypatch.setattr(modeling_phimoe, "sparsemixer", softmax)
     monkeypatch.setattr(torch.nn.LayerNorm, "forward", rms_norm)
     assert divergence_of("phimoe", {}, tmp_path / "done") < 1e-6
+
+
+def test_llama_cpp_rotates_neighbours_in_hunyuan_4_as_the_note_says(tmp_path: Path, monkeypatch: Any) -> None:
+    """The file is right: with these rotated, transformers' logits are the same."""
+    from transformers.models.hy_v4 import modeling_hy_v4
+
+    rotate = modeling_hy_v4.apply_rotary_pos_emb
+
+    def by_neighbours(q: Any, k: Any, *angles: Any, **how: Any) -> Any:
+        halves = (torch.cat([x[..., ::2], x[..., 1::2]], -1) for x in (q, k))
+        return rotate(*halves, *angles, **how)
+
+    assert divergence_of("hy-v4", {}, tmp_path / "said") > 1e-2
+    monkeypatch.setattr(modeling_hy_v4, "apply_rotary_pos_emb", by_neighbours)
+    assert divergence_of("hy-v4", {}, tmp_path / "done") < 1e-6
 
 
 def test_the_pools_that_glm_5_3s_indexer_chooses_are_those_of_transformers(tmp_path: Path) -> None:

@@ -135,6 +135,17 @@ def as_deepseek4(folder: Path, shapes: dict[str, tuple[int, ...]]) -> dict[str, 
     return found
 
 
+def as_hy4(folder: Path, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Hunyuan 4 with the names of its repository, and heads of keys that its attention does not have."""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_key_value_heads": 2, "first_k_dense_replace": 1}))
+    published: dict[str, tuple[int, ...]] = {}
+    for key, shape in shapes.items():
+        name = re.sub(r"\.hc_pre\.(hc_\w+_layer)\.", r".\1.hc_pre.", key).replace("model.hc_pre.", "model.")
+        published[name.replace("linear_gate", "gate_proj") if ".mlp." in name else name] = shape
+    return published
+
+
 def save_checkpoint(name: str, folder: Path) -> dict[str, tuple[int, ...]]:
     """A checkpoint of a family's names and shapes with made-up values; returns the shapes."""
     name, with_mtp = name.removesuffix(MTP), name.endswith(MTP)
@@ -152,6 +163,8 @@ def save_checkpoint(name: str, folder: Path) -> dict[str, tuple[int, ...]]:
         add_prediction(name, folder, shapes)
     if name == "deepseek4":
         shapes = as_deepseek4(folder, shapes)
+    if name == "hy-v4":
+        shapes = as_hy4(folder, shapes)
     made = coarse_values_of if name in TEMPLATES else stored_values_of
     save_file({key: made(key, shape) for key, shape in shapes.items()}, folder / "model.safetensors", {"format": "pt"})
     copy_tokenizer(folder, 320 if name in TEMPLATES else None)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from bridge.errors import BridgeError
-from bridge.gguf_file.architectures import ARCHITECTURES
+from bridge.gguf_file.architectures import ARCHITECTURES, Graph
 from bridge.models.config.arguments import Arguments
 from bridge.models.config.gguf_keys import Computed, Key, StoredKeys
 from bridge.models.config.model_config import Config
@@ -69,7 +69,7 @@ def _scoring(config: Config, _args: Arguments) -> dict[str, Any]:
 
 
 def _scoring_config(stored: StoredKeys) -> dict[str, Any]:
-    default = 2 if ARCHITECTURES[stored.arch].sigmoid else 1
+    default = 2 if ARCHITECTURES.get(stored.arch, Graph()).sigmoid else 1
     sigmoid = stored.get("expert_gating_func", default) == 2
     return {"scoring_func": "sigmoid"} if sigmoid else {"scoring_func": "softmax", "topk_method": "greedy"}
 
