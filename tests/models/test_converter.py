@@ -301,6 +301,22 @@ def test_gemma_3ns_tokens_without_an_input_of_their_own_have_that_of_the_first(t
     assert np.array_equal(tensors["per_layer_token_embd.weight"], np.concatenate([stored, *48 * [stored[:1]]]))
 
 
+def test_a_graph_that_needs_a_head_gets_the_checkpoints_where_it_is_there(tmp_path: Path) -> None:
+    """Beside embeddings that are tied by the config of the language model alone; else it gets these."""
+    golden = json.loads((GOLDENS / "muse-glimmer.json").read_text())
+    golden["config"]["text_config"]["tie_word_embeddings"] = True
+    for name, head in (("both", "lm_head.weight"), ("one", "model.language_model.embed_tokens.weight")):
+        bridge.convert(
+            write_checkpoint(golden, tmp_path / name),
+            tmp_path / f"{name}.gguf",
+            tensor_types=[(".*", "F32")],
+            mmproj_type="none",
+        )
+        tensors = {t.name: t.data for t in gguf.GGUFReader(tmp_path / f"{name}.gguf").tensors}
+        assert np.array_equal(tensors["output.weight"], values_of(head, tensors["output.weight"].shape))
+        golden["checkpoint"].pop("lm_head.weight", None)
+
+
 def test_a_number_of_an_activation_that_is_none_is_refused(tmp_path: Path) -> None:
     golden = json.loads((GOLDENS / "apertus.json").read_text())
     golden["checkpoint"]["model.layers.1.mlp.act_fn.beta"] = [2]
