@@ -4,6 +4,7 @@ from bridge.cuda.attention import attention_kind, latent_attention
 from bridge.cuda.forms.matrix import has_kernel
 
 from bridge.errors import BridgeError
+from bridge.gguf_file.architectures import KDA
 from bridge.runtime.config.decoder_config import DecoderConfig
 from bridge.runtime.reader import GGUFFile
 
@@ -24,6 +25,8 @@ def _unsupported(file: GGUFFile, c: DecoderConfig, kv: str, precision: str) -> s
             return f"{tensor.name}, {tensor.type} with factors,"
     if c.hidden % 32:
         return f"a model of {c.hidden} hidden features, which are not a multiple of 32,"
+    if c.recurrent is not None and c.recurrent.kind == KDA:
+        return "delta attention whose state decays by channel"
     if c.latent is not None:
         return latent_attention.unsupported(c, kv, precision)
     heads = sorted({c.heads_of(layer)[:2] for layer in c.attending})

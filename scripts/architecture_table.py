@@ -3,10 +3,16 @@
 python -m scripts.architecture_table
 """
 
-from bridge.gguf_file.architectures import ARCHITECTURES, CONVOLUTION, DELTA, MAMBA, MAMBA1, Graph
+from bridge.gguf_file.architectures import ARCHITECTURES, CONVOLUTION, DELTA, KDA, MAMBA, MAMBA1, Graph
 from bridge.models.families import ALL
 
-_STATES = {CONVOLUTION: "short convolutions", DELTA: "gated delta nets", MAMBA: "Mamba-2", MAMBA1: "Mamba"}
+_STATES = {
+    CONVOLUTION: "short convolutions",
+    DELTA: "gated delta nets",
+    KDA: "delta attention",
+    MAMBA: "Mamba-2",
+    MAMBA1: "Mamba",
+}
 HEAD = "| architecture in GGUF | models, as transformers names them | layers beside plain attention and networks |"
 
 

@@ -39,7 +39,8 @@ from bridge.trellis.layer import TrellisLayer
 __all__ = ["Checkpoint", "CodedTensor", "GroupedTensor", "ModuleInfo", "QuantConfig", "TensorInfo", "open_checkpoint"]
 
 _CODES = ("qweight", "weight_packed")  # names of codes that may lack a config
-_TABLES = ("tid2eid",)  # integers that are read as they are: the experts of a token
+# integers that are read as they are: the experts of a token, and what hashes n-grams
+_TABLES = ("tid2eid", "layer_multipliers", "ngram_heads_offsets", "ngram_heads_vocab_sizes")
 
 
 class Checkpoint:

@@ -146,7 +146,7 @@ def convert_as(
             if calibration.blocks is not None:
                 seconds = compiling.clock() - started
                 return Report([], seconds, str(checkpoint), ckpt.format, [], ckpt.nbytes, notes=notes, home=ckpt.home)
-        executor = Executor(planner.reader, importance, layers.layers if layers else {}, options.threads)
+        executor = Executor(planner.reader, importance, layers.layers if layers else {}, options.threads, path)
         chooses = given_plan is None and options.budget is None
         full_plan = with_scales(ckpt, plan)
         with ExitStack() as stack:

@@ -10,7 +10,7 @@ from bridge.errors import BridgeError
 from bridge.system.records import record
 
 MOST_BLOCKS = 512  # as in llama.cpp
-CONVOLUTION, DELTA, MAMBA, MAMBA1 = "convolution", "delta", "mamba", "mamba-1"
+CONVOLUTION, DELTA, KDA, MAMBA, MAMBA1 = "convolution", "delta", "kda", "mamba", "mamba-1"
 
 
 @record
@@ -47,7 +47,7 @@ def _by_period(period: int, layers: int) -> tuple[bool, ...]:
 class State:
     """Layers with a state; see runtime/config/recurrent_config.py."""
 
-    kind: str  # CONVOLUTION, DELTA, MAMBA or MAMBA1
+    kind: str  # CONVOLUTION, DELTA, KDA, MAMBA or MAMBA1
     everywhere: bool = False  # all layers have one
     may_lack_norm: bool = False  # models may have no norm after it
     tiled: bool = False  # state h has the keys of head h modulo the groups, rather than of head h * groups / heads
@@ -68,6 +68,7 @@ class Graph:
     values_normed: bool = False  # by no weights; where a layer has no matrix for values they are the keys
     output_gate: bool = False  # results are multiplied by a sigmoid; its rows follow those of each head in q's matrix
     latent: bool = False  # keys and values are made of a latent vector
+    still: bool = False  # rotations are by no angle: of latent attention's keys too the part that others rotate
     sinks: bool = False  # each head has a score for no position at all
     unscaled: bool = False  # scores are not scaled, if attention.scale does not say so
     scaled_by_width: int = 0  # layers of the model whose scores are scaled by hidden / heads, not by a head's size
@@ -172,6 +173,7 @@ ARCHITECTURES = {
     "starcoder2": Graph(layer_norm=True, gated=False, gelu=True),
     "gpt2": Graph(layer_norm=True, gated=False, gelu=True, unrotated_every=1, positions=True),
     "deepseek2": Graph(**_LATENT, sigmoid_vocab=154880),  # GLM-4.7-Flash, whose first files lack the key
+    "kimi-linear": Graph(latent=True, still=True, sigmoid=True, shared_experts=0, state=State(KDA)),
     "deepseek32": _INDEXED, "glm-dsa": _INDEXED, "mistral4": Graph(**_LATENT),
     "lfm2": Graph(**_CONVOLVED), "lfm2moe": Graph(**_CONVOLVED, sigmoid=True),
     "granitehybrid": Graph(neighbours=True, state=State(MAMBA)),

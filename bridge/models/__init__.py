@@ -165,6 +165,7 @@ def tensors_of_gguf(
     args = _with_more(args, family, values)
     outline = invert_table(family, args, stored, quantized)
     sources = {part.source for tensor in outline.tensors for part in tensor.parts}
+    sources |= {part.times for tensor in outline.tensors for part in tensor.parts if part.times is not None}
     names = {name: mtp_name(name, args.layers, family.mtp) for name in sources}
     renamed(outline, {name: name_in_parts(inner, config) if in_parts else inner for name, inner in names.items()})
     tensors, known = [], {tensor.name for tensor in outline.tensors}
@@ -190,14 +191,20 @@ def tensors_of_gguf(
 
 
 def numbers_of_gguf(metadata: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """The tensors of a checkpoint that are numbers in a GGUF's metadata, float32, by name."""
+    """The tensors of a checkpoint that are numbers in a GGUF's metadata, float32 or int64, by name."""
     arch = metadata.get("general.architecture")
-    return {
+    families = [family for family in ALL if family.arch == arch]
+    numbers = {
         name.format(layer): np.full(shape, value, np.float32)
-        for family in ALL
-        if family.arch == arch
+        for family in families
         for key, (name, shape) in family.numbers.items()
         for layer, value in enumerate(metadata.get(key, ()))
+    }
+    return numbers | {
+        name.format(layer): np.array(metadata[key], np.int64)
+        for family in families
+        for key, name in family.integers.items()
+        for layer in metadata.get(family.integers_of, ())
     }
 
 

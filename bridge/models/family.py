@@ -57,10 +57,13 @@ class Row:
     when         whether it is in the GGUF
     layers       whether a layer of this number has it; None: every layer does
     optional     whether the checkpoint may lack it
+    runs         the size that counts the tensors that have its rows, one run after another, where its own is missing:
+                 source.shard_0 and so on
     unless       it is left out where the checkpoint has one of these tensors, whose whole names follow the layer's
     exact        the source is the tensor's whole name, without ".weight"
     filled       it is in no checkpoint: all its elements are its factor of `Family.factors`
     name         in the GGUF, after "blk.0." in a layer, if it is not the name of gguf's map with ".weight"
+    alone        its name has no "blk.0." before it: one layer at most has such a tensor
     change       how its values are changed, see `Part`
     parts        its parts, if not simply the source: (arguments, name in the checkpoint) -> parts
     """
@@ -76,10 +79,12 @@ class Row:
     when: Rule = required
     layers: LayerRule | None = None
     optional: bool = False
+    runs: str = ""
     unless: tuple[str, ...] = ()
     exact: bool = False
     filled: bool = False
     name: str | None = None
+    alone: bool = False
     change: str | None = None
     parts: Callable[[Arguments, str], tuple[Part, ...]] | None = None
 
@@ -127,6 +132,10 @@ class Family:
                    one number, with {} for the layer, and its shape
     told           numbers of config.json that a GGUF has as vectors alone, all of whose elements they are: key -> the
                    vector's name
+    integers       keys of the GGUF, whole names, that list the integers of a tensor: key -> the checkpoint's tensor,
+                   with {} for the layer
+    with_integers  whether a layer has these tensors, one at most, and
+    integers_of    the key of the GGUF, a whole name, that lists it
     notes          what llama.cpp does otherwise, for the report: config -> sentences
     layer_norm     whether its norms are layer norms, not RMS norms
     rotary         whether positions are rotations of q and k
@@ -161,6 +170,9 @@ class Family:
     metadata: tuple[Entry, ...] = ()
     numbers: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
     told: Mapping[str, str] = field(default_factory=dict)
+    integers: Mapping[str, str] = field(default_factory=dict)
+    with_integers: LayerRule = lambda _args, _layer: False
+    integers_of: str = ""
     notes: Callable[[Config], list[str]] | None = None
     layer_norm: bool = False
     rotary: bool = True

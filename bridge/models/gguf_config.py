@@ -146,8 +146,8 @@ def _config(family: Family, metadata: Mapping[str, Any], names: Collection[str])
     ids = {f"{role}_token_id": metadata.get(f"tokenizer.ggml.{key}_token_id") for role, key in _ROLES.items()}
     return {
         "model_type": model_type, "architectures": architectures,
-        **{key: value for key, value in config.items() if key not in family.lacks},
         **{key: None if value is None else int(value) for key, value in ids.items()},
+        **{key: value for key, value in config.items() if key not in family.lacks},
     }  # fmt: skip
 
 

@@ -35,6 +35,7 @@ class Part:
     rows     int64 [out] or None: row i of the GGUF is row rows[i] of the source
     columns  int64 [in] or None: the source's columns in the GGUF's order
     factor   float32 [rows of the source] or None: what its rows are multiplied by; codes stay, scales change
+    times    another tensor of the checkpoint that a vector is multiplied by, or None
     folded   whether `columns` undoes act-order: an imatrix has the columns in the order before that
     matrix   which matrix of a 3-D source this is
     stored   the source's shape where `rows` or `columns` pick from more than they return; after `change`
@@ -54,6 +55,7 @@ class Part:
     stored: tuple[int, ...] | None = None
     change: str | None = None
     factor: np.ndarray | None = None
+    times: str | None = None
     folded: bool = False
 
     @property
@@ -179,6 +181,7 @@ class Outline:
     optional   biases that are left out where they are all zeros: old GPTQ tools write them for every layer
     others     tensors of the checkpoint that belong to other parts of the model: towers for images or sound
     numbers    keys that list what tensors of one number hold: key -> their names
+    integers   keys that list the integers of a tensor: key -> its name
     stop       the texts of the tokens that end a reply, the EOS token first
     notes      what the reader of the report should know
     """
@@ -191,6 +194,7 @@ class Outline:
     optional: frozenset[str] = frozenset()
     others: list[str] = field(default_factory=list)
     numbers: dict[str, list[str]] = field(default_factory=dict)
+    integers: dict[str, str] = field(default_factory=dict)
     stop: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 

@@ -21,10 +21,12 @@ def restored(pieces: Sequence[tuple[Part, np.ndarray]], shape: tuple[int, ...]) 
         elif part.change == "-exp":
             values = np.log(-values)
         frame = out if part.matrix is None else out[part.matrix]
+        if part.rows is None and part.columns is None and values.shape == part.shape and values.size == out.size:
+            frame = out.reshape(part.shape)  # of one shape more
         if part.change in ("transposed", "conv1d"):
             frame = frame.T
         elif part.change == "squeezed" or frame.ndim != values.ndim:
-            frame = out.reshape(part.stored or part.shape)
+            frame = out.reshape(part.stored or (-1, *part.shape[1:]))
         picked = [rows_of(part)] + [np.arange(n) if part.columns is None else part.columns for n in part.shape[1:]]
         frame[np.ix_(*picked)] = values
     return out

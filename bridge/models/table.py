@@ -32,10 +32,12 @@ def fill_table(family: Family, args: Arguments, names: Mapping[str, Sequence[int
     return outline
 
 
-def invert_table(family: Family, args: Arguments, stored: Collection[str], quantized: bool = False) -> Outline:
+def invert_table(
+    family: Family, args: Arguments, stored: Mapping[str, Sequence[int]], quantized: bool = False
+) -> Outline:
     """The tensors of a GGUF, and what they are in a checkpoint: `fill_table` with all names that one may have.
 
-    stored     the GGUF's tensors, which tell which of a table's alternatives they are
+    stored     the GGUF's tensors with their shapes, which tell which of a table's alternatives they are
     quantized  whether the checkpoint will be, in which some families' experts have other names
 
     Raises BridgeError where these leave a tensor of the checkpoint without values.
@@ -54,6 +56,7 @@ def _all_names(family: Family, args: Arguments, alternative: str) -> dict[str, b
     Names are those with `alternative` in them, or else the table's first.
     """
     names = {name.format(layer): False for name, _ in family.numbers.values() for layer in range(args.layers)}
+    names |= dict.fromkeys(_integers(family, args).values(), False)
     for row in family.table:
         if row.filled or not row.when(args):
             continue
@@ -62,6 +65,10 @@ def _all_names(family: Family, args: Arguments, alternative: str) -> dict[str, b
                 also = (name for name in row.also if alternative and alternative in name)
                 source = next(also, row.source).format(layer)
                 stacked = "*" in row.source and "*" not in source
+                if row.runs:
+                    count = len(_run_heights(args.sizes[row.shape.split()[0]], args.sizes[row.runs]))
+                    names |= dict.fromkeys((_run(source, number) for number in range(count)), True)
+                    continue
                 for expert in range(args.sizes["experts"]) if "*" in source else [0]:
                     name = source.replace("*", str(expert))
                     stack = source.partition("[")[0].rstrip("^")
@@ -70,6 +77,23 @@ def _all_names(family: Family, args: Arguments, alternative: str) -> dict[str, b
                     if row.bias is not None:
                         names.setdefault(f"{name}.bias", False)
     return names
+
+
+def _integers(family: Family, args: Arguments) -> dict[str, str]:
+    """The keys of the GGUF that list a tensor's integers, and the tensors."""
+    layers = [layer for layer in range(args.layers) if family.with_integers(args, layer)]
+    return {key: name.format(layer) for key, name in family.integers.items() for layer in layers}
+
+
+def _run(source: str, number: int) -> str:
+    """The tensor that has a run of a matrix's rows."""
+    return f"{source}.shard_{number}.weight"
+
+
+def _run_heights(rows: int, count: int) -> list[int]:
+    """The rows of each run, where a matrix of so many is divided into `count` runs or a few less, as torch does."""
+    height = -(-rows // count)
+    return [min(height, rows - first) for first in range(0, rows, height)]
 
 
 def _fused(source: str) -> tuple[str, ...]:
@@ -119,7 +143,11 @@ class _Filled:
     """
 
     def __init__(
-        self, family: Family, args: Arguments, names: Mapping[str, Sequence[int]], stored: Collection[str] | None = None
+        self,
+        family: Family,
+        args: Arguments,
+        names: Mapping[str, Sequence[int]],
+        stored: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
         self.shapes, self.stored = names, stored
         self.family, self.args, self.sizes, self.names = family, args, args.sizes, frozenset(names)
@@ -155,6 +183,9 @@ class _Filled:
         ]
         outline = Outline({}, [*self.tensors, *factors_of_rope], self.folds, optional=frozenset(self.optional))
         outline.numbers = self.numbers()
+        outline.integers = _integers(self.family, self.args)
+        for name in outline.integers.values():
+            self._use(name)
         return outline
 
     def add(self, row: Row, layer: int) -> None:
@@ -166,7 +197,11 @@ class _Filled:
             name = self._name(source, "weight")
             self.tensors.append(OutlineTensor(name, shape, data=data, origin="config", fixed_type="F32"))
             return
-        parts = self._parts(row, layer, shape)
+        block = f"blk.{layer}." if "{}" in row.source and not row.alone else ""
+        name = f"{block}{row.name}" if row.name else ""
+        parts = self._runs(row, source, shape, name) if row.runs else self._parts(row, layer, shape)
+        if row.runs:
+            shape = (sum(part.shape[0] for part in parts), *shape[1:])
         if self.stored is None and row.optional and parts[0].source not in self.names:
             return
         if self.stored is None and any(name.format(layer) in self.names for name in row.unless):
@@ -174,8 +209,7 @@ class _Filled:
         if self.stored is None:  # before the name is looked up: gguf's map ends with the checkpoint's last layer
             self._use(parts[0].source)
         matrix = len(shape) > 1 and not row.floats
-        block = f"blk.{layer}." if "{}" in row.source else ""
-        name = f"{block}{row.name}" if row.name else self._name(source, "weight")
+        name = name or self._name(source, "weight")
         if self.stored is not None and (row.optional or row.unless) and name not in self.stored:
             return
         self._plan(name, (len(parts), *shape) if "*" in source else shape, parts, row.floats if not matrix else None)
@@ -223,6 +257,25 @@ class _Filled:
         rows = interleaved_rows(shape[0] // head_dim, head_dim) if row.interleaved else None
         return (Part(source, shape, rows, change=row.change, factor=self._factor(row)),)
 
+    def _runs(self, row: Row, source: str, shape: tuple[int, ...], name: str) -> tuple[Part, ...]:
+        """The runs of a matrix's rows, or the whole of it; BridgeError where one is missing."""
+        if f"{source}.weight" in self.names:
+            rows, *columns = self.shapes[f"{source}.weight"] or shape
+            return (Part(f"{source}.weight", (rows, *columns)),)
+        prefix, suffix = _run(source, 0).split("0.weight")[0], ".weight"
+        numbers = {n.removeprefix(prefix).removesuffix(suffix) for n in self.names if n.startswith(prefix)}
+        runs = [_run(source, number) for number in range(len(numbers))]
+        rows, count = shape[0] if self.stored is None else self.stored.get(name, shape)[0], self.sizes[row.runs]
+        if not all(self.shapes.get(run) for run in runs):  # names alone
+            heights = _run_heights(rows, count)
+            return tuple(Part(_run(source, i), (height, *shape[1:])) for i, height in enumerate(heights))
+        heights = [self.shapes[run][0] for run in runs]
+        if len(runs) not in (count, len(_run_heights(sum(heights), count))):
+            raise BridgeError(
+                f"{prefix}*: the checkpoint has {len(runs)} of them, config.json says {count}; download what is missing"
+            )
+        return tuple(Part(run, (height, *shape[1:])) for run, height in zip(runs, heights, strict=True))
+
     def _factor(self, row: Row) -> np.ndarray | None:
         """What the rows of a row's source are multiplied by; None where nothing is."""
         factors = self.args.factors.get(row.source.rpartition("{}.")[2])
@@ -256,6 +309,8 @@ class _Filled:
     def _plan(self, name: str, shape: tuple[int, ...], parts: tuple[Part, ...], type: str | None) -> None:
         for part in parts:
             self._use(part.source)
+            if part.times is not None:
+                self._use(part.times)
         fixed = type or ("F32" if len(shape) == 1 else None)
         self.tensors.append(OutlineTensor(name, shape, parts, fixed_type=fixed))
 

@@ -17,7 +17,12 @@ from bridge.models.towers.tower import TOWER_NAME
 ANY_TEXT = frozenset({"InternVLChatModel", "InternVLForConditionalGeneration", "LlavaForConditionalGeneration"})
 _PARTS = frozenset({"text_config", "llm_config", "vision_config", "audio_config"})
 # those whose language model and tower are not inside one `model`
-_APART = frozenset({"InternVLChatModel", "Llama4ForConditionalGeneration", "MiniMaxM3SparseForConditionalGeneration"})
+_APART = frozenset(
+    {
+        "InternVLChatModel", "KimiK3ForConditionalGeneration", "Llama4ForConditionalGeneration",
+        "MiniMaxM3SparseForConditionalGeneration",
+    }
+)  # fmt: skip
 
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -69,7 +74,8 @@ def renamed(outline: Outline, names: dict[str, str]) -> None:
     modules = {name.removesuffix(".weight"): stored.removesuffix(".weight") for name, stored in names.items()}
 
     def part(p: Part) -> Part:
-        return replace(p, source=names.get(p.source, p.source))
+        times = None if p.times is None else names.get(p.times, p.times)
+        return replace(p, source=names.get(p.source, p.source), times=times)
 
     def tensor(t: OutlineTensor) -> OutlineTensor:
         return replace(t, parts=tuple(map(part, t.parts)))
@@ -78,6 +84,7 @@ def renamed(outline: Outline, names: dict[str, str]) -> None:
         return Fold(modules.get(f.consumer, f.consumer), tuple(modules.get(p, p) for p in f.producers))
 
     outline.tensors, outline.folds = list(map(tensor, outline.tensors)), list(map(fold, outline.folds))
+    outline.integers = {key: names.get(name, name) for key, name in outline.integers.items()}
     outline.unused = [names.get(name, name) for name in outline.unused]
     outline.zero_only = [names.get(name, name) for name in outline.zero_only]
     outline.optional = frozenset(names.get(name, name) for name in outline.optional)

@@ -44,22 +44,28 @@ _EXPERTS = ("ffn_gate_up_exps", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """What one tensor of the GGUF, or one of its matrices, holds of a checkpoint's tensor."""
+    """What one tensor of the GGUF, or one of its matrices, or a run of its rows, holds of a checkpoint's tensor."""
 
     tensor: QuantTensor
     part: Part
     index: int
     count: int  # parts that the tensor has
+    first: int  # the rows of the parts before it
 
     @property
     def matrix(self) -> QuantTensor | None:
         """The packed matrix; None where it is a vector, or floats."""
-        matrix = self.tensor if self.count == 1 else self.tensor[self.index] if len(self.tensor.shape) == 3 else None
+        matrix = self.tensor if self.count == 1 else None
+        if matrix is None and len(self.tensor.shape) == 3:
+            matrix = self.tensor[self.index]
+        elif matrix is None and len(self.tensor.shape) == 2:
+            matrix = self.tensor.slice_rows(self.first, self.first + self.part.shape[0])
         return matrix if matrix is not None and len(matrix.shape) == 2 and matrix.type != "F32" else None
 
     def values(self) -> np.ndarray:
         """float32, as the GGUF has them, in the shape of the part."""
-        return self.tensor.dequantize().reshape(self.count, *self.part.shape)[self.index]
+        rows = self.tensor.dequantize().reshape(-1, *self.part.shape[1:])
+        return rows[self.first : self.first + self.part.shape[0]]
 
 
 class Reserved(nn.Module):
@@ -184,8 +190,10 @@ class Placement:
             if tensor.kind in _EXPERTS and tensor.name.endswith(".weight") and tensor.layer is not None:
                 stacks.setdefault(tensor.layer, {})[tensor.kind] = stored
                 continue
+            first = 0
             for i, part in enumerate(tensor.parts):
-                pieces.setdefault(part.source, []).append(Piece(stored, part, i, len(tensor.parts)))
+                pieces.setdefault(part.source, []).append(Piece(stored, part, i, len(tensor.parts), first))
+                first += part.shape[0]
         return pieces, stacks
 
     def _ignores(self, name: str) -> bool:
@@ -231,7 +239,8 @@ class Placement:
             )
         if isinstance(module, nn.Embedding):
             scale = getattr(module, "scalar_embed_scale", 1.0)
-            return partial(QuantEmbedding, _matrix(pieces[0]), module.weight.dtype, scale)
+            table = pieces[0].tensor if len(pieces) > 1 else _matrix(pieces[0])  # of all its runs of rows
+            return partial(QuantEmbedding, table, module.weight.dtype, scale)
         if len(pieces) == 1:
             picked = pieces[0].part
             order = None if picked.rows is None else np.argsort(picked.rows)

@@ -23,7 +23,7 @@ from tests.runtime.test_lora import write_lora
 from tests.support import ptx
 from tests.support.family_models import MODELS
 from tests.support.gpu.device import pretended_gpu
-from tests.support.gpu.small_models import BLOCK_FIELDS, FIELDS, LEFT_TO_LLAMA_CPP, converted
+from tests.support.gpu.small_models import BLOCK_FIELDS, FIELDS, LEFT_TO_LLAMA_CPP, ON_THE_CPU, converted
 from tests.support.make_families import GOLDENS, UNKNOWN
 
 pytest.importorskip("torch")
@@ -58,7 +58,7 @@ def check(path: Path) -> str:
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("name", sorted({*MODELS} - LEFT_TO_LLAMA_CPP))
+@pytest.mark.parametrize("name", sorted({*MODELS} - LEFT_TO_LLAMA_CPP - ON_THE_CPU))
 def test_a_familys_logits_are_those_of_the_walk_in_numpy(name: str, tmp_path: Path) -> None:
     check(converted(name, tmp_path, "F32", **FIELDS.get(name, {})))
 
@@ -116,6 +116,7 @@ def test_all_is_uploaded_by_the_first_token(name: str, tmp_path: Path, monkeypat
 REFUSED = {
     "an adapter": (r"m.gguf: a model with an adapter \(LoRA\) cannot run on CUDA here; the CPU can \(device cpu\)", {}),
     "hidden": ("48 hidden features, which are not a multiple of 32, cannot", {"hidden_size": 48}),
+    "delta attention": ("delta attention whose state decays by channel cannot run", {}),
     "heads": (r"4 heads over 2 of 20 with kv f32 cannot", {"head_dim": 20}),
 }  # fmt: skip
 
@@ -123,7 +124,7 @@ REFUSED = {
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_cannot_run_is_refused_before_it_is_loaded(what: str, tmp_path: Path, monkeypatch: Any) -> None:
     message, fields = REFUSED[what]
-    path = converted("seed-oss", tmp_path, "F32", **fields)
+    path = converted("kimi-linear" if what == "delta attention" else "seed-oss", tmp_path, "F32", **fields)
     lora = None
     if what == "an adapter":
         rows = bridge.open_gguf(path)["blk.0.attn_q.weight"].shape[0]

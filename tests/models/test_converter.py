@@ -24,7 +24,7 @@ from scripts.peers.llama.llama_cpp import LlamaCpp
 from scripts.peers.predictions import mean_kl
 from tests.support.encode import load_floats, write_gptq
 from tests.support.encode_compressed import write_experts
-from tests.support.family_models import copy_tokenizer, new_model, randomized
+from tests.support.family_models import MODELS, copy_tokenizer, new_model, randomized
 from tests.support.make_families import GOLDENS, checksum, plain, stored_values_of, values_of
 
 pytest.importorskip("torch")
@@ -182,6 +182,10 @@ QUANTIZED: dict[str, tuple[bool, dict[str, int]]] = {
     "ernie4.5": (True, {}), "hunyuan": (True, {}), "lfm2": (False, {"intermediate_size": 96, "block_multiple_of": 32}),
     "ernie4.5-moe": (False, {"moe_intermediate_size": 32, "intermediate_size": 128}),
     "lfm2-moe": (False, {"moe_intermediate_size": 32}), "granite-moe-shared": (False, {}),
+    "qwen4exp": (False, {"text_config": MODELS["qwen4exp"][1]["text_config"] | {"linear_key_head_dim": 32,
+        "linear_value_head_dim": 32, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+        "hc_lowrank": 32}}),
+    "kimi-linear": (False, {"kv_lora_rank": 32, "v_head_dim": 16, "moe_intermediate_size": 32, "linear_head_dim": 32}),
     "glm4-moe-lite": (False, {"q_lora_rank": 32, "kv_lora_rank": 32, "v_head_dim": 16, "moe_intermediate_size": 32}),
     "solar-open": (False, {"moe_intermediate_size": 32}), "dots1": (False, {"moe_intermediate_size": 32}),
     "hunyuan-moe": (False, {}), "hy-v4": (False, {}), "minimax-m2": (False, {}), "minimax-m3": (False, {}),

@@ -40,6 +40,7 @@ OTHERS: dict[str, set[str]] = {
     "hy-v4": {"num_key_value_heads"},  # which its attention does not have
     "lfm2": {"intermediate_size", "block_auto_adjust_ff_dim"},
     "nemotron-3-super": LAYERS, "nemotron-3-super-mtp": LAYERS, "nemotron-h-moe": LAYERS,
+    "qwen4exp": {"ngram_vocab_size_base", "split_ngram_parts"},  # the first prime; by the size of the table
     "phimoe": {"architectures"}, "Gemma 4 12B, whose layers have heads of one size": {"architectures"},
     "qwen2_moe, tied": {"tie_word_embeddings"},  # llama.cpp wants a head of its own
 }  # fmt: skip

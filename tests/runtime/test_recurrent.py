@@ -21,13 +21,13 @@ from bridge.runtime.layers.recurrent_state import COPIES, RecurrentState
 from bridge.runtime.model import Model
 from scripts.peers.predictions import mean_kl
 from tests.support.family_models import copy_tokenizer, new_model, randomized
-from tests.support.plain_recurrent import SHAPES, plain_layer, random_layer
+from tests.support.plain_recurrent import DEEPER, SHAPES, plain_layer, random_layer
 
 torch = pytest.importorskip("torch")
 
 FAMILIES = [
     "lfm2", "lfm2-moe", "qwen3.5", "qwen3.5-moe", "qwen3-next", "granite-4", "nemotron-h", "nemotron-h-moe",
-    "nemotron-3-super", "falcon-h1", "mamba2", "jamba",
+    "nemotron-3-super", "falcon-h1", "mamba2", "jamba", "kimi-linear",
 ]  # fmt: skip
 TOKENS = np.random.default_rng(1).integers(0, 2048, 48).tolist()
 GREEDY: dict[str, Any] = {"temperature": 0}
@@ -161,18 +161,22 @@ class Cache:
         self.state = RecurrentState(c)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", SHAPES | DEEPER)
 def test_the_arithmetic_is_that_of_the_formulas_and_the_copy_that_of_its_token(shape: str) -> None:
-    c, n = SHAPES[shape], 11
+    c, n = (SHAPES | DEEPER)[shape], 11
     layer, inputs = random_layer(c, n)
     expected = plain_layer(c, layer, inputs, 1e-5)
 
     def run(cache: Any, first: int, stop: int) -> np.ndarray:
         buffers = RecurrentBuffers(c, [layer], stop - first, [cache], 1e-5)
         program = Program(stop - first)
-        buffers.add(SimpleNamespace(program=program), layer, 0)
+        products: list[Any] = []
+        steps = SimpleNamespace(program=program, products=lambda x, pairs: products.extend((x, *p) for p in pairs))
+        buffers.add(steps, layer, 0)
         for own, values in zip(buffers.rows[0].inputs, inputs, strict=True):
             own[:] = values[first:stop]
+        for x, matrix, y in products:
+            y[:] = x @ matrix.dequantize().T
         buffers.begin([cache], stop - first)
         program.run()
         cache.state.append(stop - first)
@@ -198,6 +202,7 @@ GUESSING: dict[str, dict[str, Any]] = {
     },
     "falcon-h1": {"mamba_n_heads": 16, "mamba_d_head": 4}, "mamba2": {"num_heads": 16, "head_dim": 4},
     "jamba": {"mamba_dt_rank": 32, "mamba_d_state": 16},
+    "kimi-linear": {"moe_intermediate_size": 32, "linear_head_dim": 32, "kv_lora_rank": 32, "v_head_dim": 16},
 }  # fmt: skip
 REPEATED: dict[str, Any] = {"temperature": 0, "logit_bias": dict.fromkeys(TOKENS[:4], 30.0)}  # few tokens are drawn
 

@@ -28,6 +28,14 @@ DELTA: dict[str, Any] = {
         "mrope_section": [1, 1, 0], "mrope_interleaved": True, "partial_rotary_factor": 0.25},
 }  # fmt: skip
 
+QWEN4: dict[str, Any] = {
+    **DELTA, "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16, "output_gate_type": "sigmoid", "hc_count": 3, "hc_lowrank": 16,
+    "ple_layer_ids": [2], "ngram_size": 3, "heads_per_ngram": 2, "ngram_vocab_size_base": 50, "split_ngram_parts": 3,
+    "ple_conv_kernel_size": 3, "indexer_n_heads": 8, "indexer_kv_heads": 1, "indexer_head_dim": 8,
+    "indexer_budget": 8, "indexer_compress_ratio": 2,
+}  # fmt: skip
+
 GEMMA4: dict[str, Any] = {
     "num_hidden_layers": 4, "head_dim": 16, "sliding_window": 32, "tie_word_embeddings": True,
     "hidden_size_per_layer_input": 0, "final_logit_softcapping": 30.0,
@@ -121,6 +129,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4-moe-lite": ("Glm4MoeLiteConfig", {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
         "qk_rope_head_dim": 4, "v_head_dim": 12, "n_routed_experts": 4, "num_experts_per_tok": 2,
         "moe_intermediate_size": 16, "num_key_value_heads": 4, "first_k_dense_replace": 1}),
+    "kimi-linear": ("KimiLinearConfig", {"num_hidden_layers": 4, "model_max_length": 256, "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12, "num_experts": 4, "num_experts_per_token": 2,
+        "moe_intermediate_size": 16, "num_key_value_heads": 4, "linear_num_heads": 4, "linear_head_dim": 16,
+        "layer_types": [*3 * ["linear_attention"], "full_attention"]}),
     "glm4v-moe": ("Glm4vMoeConfig", wrapped("glm4v_moe_text", VISION, head_dim=8, attention_bias=True,
         n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, num_hidden_layers=3, n_group=1,
         topk_group=1, rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 0],
@@ -136,6 +148,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5-vl": ("Qwen3_5Config", wrapped("qwen3_5_text", {**VISION, "deepstack_visual_indexes": []}, **DELTA)),
     "qwen3.5-moe": ("Qwen3_5MoeTextConfig", {**DELTA, "num_experts": 3, "num_experts_per_tok": 2,
         "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}),
+    "qwen4exp": ("Qwen4ExpConfig", wrapped("qwen4_exp_text", {**VISION, "deepstack_visual_indexes": []}, **QWEN4)),
     "seed-oss": ("SeedOssConfig", {"head_dim": 16, "attention_bias": True}),
     "olmo3": ("Olmo3Config", {"num_hidden_layers": 5, "sliding_window": 32}),
     "exaone4": ("Exaone4Config", {"sliding_window": None, "layer_types": 2 * ["full_attention"]}),
@@ -244,6 +257,14 @@ PUBLISHED_AS: dict[str, dict[str, str]] = {
         '{"num_heads": 4, "head_dim": 8, "short_conv_kernel_size": 4, "gate_lower_bound": -5.0},',
         '"linear_head_dim": 8,': "",
         '"linear_lower_bound": -5.0,': "",
+        '"linear_num_heads": 4,': "",
+    },
+    "qwen4exp": {'"indexed_attention"': '"full_attention"'},
+    "kimi-linear": {
+        '"linear_conv_kernel_dim": 4,': '"linear_attn_config": {"full_attn_layers": [4], "kda_layers": [1, 2, 3], '
+        '"head_dim": 16, "num_heads": 4, "short_conv_kernel_size": 4}, "first_k_dense_replace": 1, '
+        '"moe_router_activation_func": "sigmoid", "mla_use_nope": true,',
+        '"linear_head_dim": 16,': "",
         '"linear_num_heads": 4,': "",
     },
     "granite-4": {'"linear_attention"': '"mamba"', '"full_attention"': '"attention"'},

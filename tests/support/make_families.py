@@ -32,8 +32,17 @@ _LARGEST = 2.0**62  # a checksum of integers
 # under names of transformers that the converter does not know; with transformers 5 it takes each Nemotron-H for a MoE
 UNKNOWN = {"bitnet", "nemotron-h"}
 
+# integers of up to 45 bits; primes, and their sums
+QWEN4S_HASH = {
+    "layer_multipliers": [23703575012345, 1234567891, 35184372088831], "ngram_heads_vocab_sizes": [53, 59, 61, 67],
+    "ngram_heads_offsets": [0, 53, 112, 173],
+}  # fmt: skip
+
 # whose config.json the converter reads by transformers 5, which drops keys that it needs
-UNREADABLE = {"minimax-m3", "glm5-next"}
+UNREADABLE = {"minimax-m3", "glm5-next", "qwen4exp", "kimi-linear", "kimi-k3"}
+KIMIS = {"kimi-linear", "kimi-k3"}
+# which transformers does not have -> the model whose checkpoint becomes theirs
+DERIVED = {"kimi-k3": "kimi-linear"}
 
 
 def values_of(name: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -45,6 +54,8 @@ def values_of(name: str, shape: tuple[int, ...]) -> np.ndarray:
 def stored_values_of(name: str, shape: tuple[int, ...]) -> np.ndarray:
     """`values_of`; of DeepSeek V4 also its experts of 4-bit floats and its table of experts."""
     numbers = np.arange(np.prod(shape), dtype=np.int64) * 7919 + zlib.crc32(name.encode())
+    if name.rpartition(".")[2] in QWEN4S_HASH:
+        return np.array(QWEN4S_HASH[name.rpartition(".")[2]])
     if name.endswith("tid2eid"):
         return (numbers % 4).reshape(shape)
     if name.endswith(".scale") and DEEPSEEK4S_EXPERT.search(f"{name.removesuffix('scale')}weight"):
@@ -146,9 +157,56 @@ def as_hy4(folder: Path, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[
     return published
 
 
+def as_kimi_k3(folder: Path, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Kimi Linear with the keys and tensors that K3 has more."""
+    config = json.loads((folder / "config.json").read_text())
+    hidden, heads, value = config["hidden_size"], config["num_attention_heads"], config["v_head_dim"]
+    latent, inner = 32, 64  # in whole groups of 4-bit floats
+    config["linear_attn_config"]["gate_lower_bound"] = -5.0
+    del config["architectures"], config["head_dim"]
+    config |= {
+        "q_lora_rank": 16, "hidden_act": "situ", "activation_situ_beta": 4.0, "activation_situ_linear_beta": 25.0,
+        "attn_res_block_size": 2, "routed_expert_hidden_size": latent, "moe_intermediate_size": inner,
+    }  # fmt: skip
+    outer = {"architectures": ["KimiK3ForConditionalGeneration"], "model_type": "kimi_k3", "text_config": config}
+    (folder / "config.json").write_text(json.dumps(outer | {"vision_config": {}}))
+    made: dict[str, tuple[int, ...]] = {}
+    for key, shape in shapes.items():
+        layer, _, part = key.rpartition(".self_attn.")
+        if part == "A_log":
+            shape = (heads,)
+        elif part == "q_proj.weight" and f"{layer}.self_attn.kv_a_layernorm.weight" in shapes:
+            rank = config["q_lora_rank"]
+            made |= {
+                f"{layer}.self_attn.q_a_proj.weight": (rank, hidden),
+                f"{layer}.self_attn.g_proj.weight": (heads * value, hidden),
+            }
+            made[f"{layer}.self_attn.q_a_layernorm.weight"] = (rank,)
+            key, shape = f"{layer}.self_attn.q_b_proj.weight", (shape[0], rank)
+        elif part == "g_a_proj.weight":
+            continue
+        elif part == "g_b_proj.weight":
+            key, shape = f"{layer}.self_attn.g_proj.weight", (shape[0], hidden)
+        elif ".experts." in key or ".shared_experts." in key:
+            read = latent if ".experts." in key else hidden
+            shape = (read, inner) if key.endswith(("w2.weight", "down_proj.weight")) else (inner, read)
+        elif key.endswith("block_sparse_moe.gate.weight"):
+            routed = f"{key.removesuffix('.gate.weight')}.routed_expert_"
+            made |= {f"{routed}down_proj.weight": (latent, hidden), f"{routed}up_proj.weight": (hidden, latent)}
+            made[f"{routed}norm.weight"] = (latent,)
+        elif key.endswith("input_layernorm.weight"):
+            for res in ("self_attention_res", "mlp_res"):
+                prefix = f"{key.removesuffix('input_layernorm.weight')}{res}"
+                made |= {f"{prefix}_norm.weight": (hidden,), f"{prefix}_proj.weight": (1, hidden)}
+        made[key] = shape
+    made |= {"model.output_attn_res_norm.weight": (hidden,), "model.output_attn_res_proj.weight": (1, hidden)}
+    return {f"language_model.{key}": shape for key, shape in made.items()}
+
+
 def save_checkpoint(name: str, folder: Path) -> dict[str, tuple[int, ...]]:
     """A checkpoint of a family's names and shapes with made-up values; returns the shapes."""
     name, with_mtp = name.removesuffix(MTP), name.endswith(MTP)
+    derived, name = name, DERIVED.get(name, name)
     new_model(name).save_pretrained(folder, save_original_format=True)
     text = (folder / "config.json").read_text()
     for own, published in PUBLISHED_AS.get(name, {}).items():
@@ -159,8 +217,13 @@ def save_checkpoint(name: str, folder: Path) -> dict[str, tuple[int, ...]]:
     for key, shape in shapes.items():
         if name == "qwen3-vl-moe" and ".mlp.experts." in key:  # so it is published; transformers keeps it otherwise
             shapes[key] = (shape[0], shape[2], shape[1])
+    if name in KIMIS:  # so it is published; transformers saves networks without experts by the name of those that have
+        dense = re.compile(r"block_sparse_moe\.(\w+_proj\.weight)")
+        shapes = {dense.sub(r"mlp.\1", key): shape for key, shape in shapes.items()}
     if with_mtp:
         add_prediction(name, folder, shapes)
+    if derived == "kimi-k3":
+        shapes = as_kimi_k3(folder, shapes)
     if name == "deepseek4":
         shapes = as_deepseek4(folder, shapes)
     if name == "hy-v4":
@@ -186,7 +249,7 @@ def main(llama_cpp: Path, names: list[str]) -> None:
 
     TextModel.get_vocab_base_pre = lambda self, tokenizer: "llama-bpe"
     GOLDENS.mkdir(exist_ok=True)
-    for name in names or [*((MODELS | TEMPLATES).keys() - UNKNOWN), *(f"{name}{MTP}" for name in PREDICTING)]:
+    for name in names or [*((MODELS | TEMPLATES | DERIVED).keys() - UNKNOWN), *(f"{name}{MTP}" for name in PREDICTING)]:
         with tempfile.TemporaryDirectory() as where, torch.inference_mode():
             folder, out = Path(where) / "model", Path(where) / "out.gguf"
             shapes = save_checkpoint(name, folder)
@@ -207,8 +270,8 @@ def main(llama_cpp: Path, names: list[str]) -> None:
             own = (f"{arch}.", "tokenizer.", "xielu.")
             keys = {k: plain(f.contents()) for k, f in reader.fields.items() if k.startswith(own)}
             del keys["tokenizer.ggml.pre"]
-            if name == "deepseek4":  # a text of the converter's own, for checkpoints have none
-                del keys["tokenizer.chat_template"]
+            if name in ("deepseek4", "kimi-k3"):  # a text of the converter's own, for checkpoints have none
+                keys.pop("tokenizer.chat_template", None)
             tensors = {
                 t.name: [[int(n) for n in reversed(t.shape)], checksum(np.array(t.data).reshape(-1))]
                 for t in reader.tensors

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from bridge.gguf_file.architectures import CONVOLUTION, DELTA, MAMBA, MAMBA1
+from bridge.gguf_file.architectures import CONVOLUTION, DELTA, KDA, MAMBA, MAMBA1
 from bridge.runtime.config.recurrent_config import RecurrentConfig
 from bridge.runtime.layers.layers import Recurrent
 from bridge.runtime.quant_tensor import QuantTensor
@@ -16,6 +16,9 @@ SHAPES = {
     "Mamba-2": RecurrentConfig(MAMBA, (True,), 4, 2 * 2 * 10 + 6 * 20, 6, 2, 10, 20),
     "Mamba-2, large heads": RecurrentConfig(MAMBA, (True,), 4, 2 * 32 + 2 * 64, 2, 1, 32, 64),
 }
+
+# with matrices that read what others made
+DEEPER = {"delta attention": RecurrentConfig(KDA, (True,), 3, 3 * 2 * 24, 2, 2, 24, 24)}
 
 
 def silu(x: np.ndarray) -> np.ndarray:
@@ -34,6 +37,8 @@ def plain_layer(c: RecurrentConfig, layer: Recurrent, inputs: list[np.ndarray], 
         x = b * x
     elif c.kind == DELTA:
         x = first
+    elif c.kind == KDA:
+        x = np.concatenate([array.astype(np.float64) for array in inputs[:3]], 1)
     elif c.kind == MAMBA1:
         x, z = np.split(first, 2, 1)
     else:
@@ -45,6 +50,8 @@ def plain_layer(c: RecurrentConfig, layer: Recurrent, inputs: list[np.ndarray], 
     if c.kind == MAMBA1:
         return _plain_mamba1(c, layer, silu(x + layer.convolution_bias), z, eps)
     keys = c.groups * c.key_dim
+    if c.kind == KDA:
+        return _plain_kda(c, layer, silu(x), inputs[3:], eps)
     if c.kind == DELTA:
         x = silu(x)
         q, k, v = np.split(x, [keys, 2 * keys], 1)
@@ -83,6 +90,24 @@ def plain_layer(c: RecurrentConfig, layer: Recurrent, inputs: list[np.ndarray], 
     return y * silu(z) if c.kind == DELTA else y
 
 
+def _plain_kda(
+    c: RecurrentConfig, layer: Recurrent, x: np.ndarray, inputs: list[np.ndarray], eps: float
+) -> np.ndarray:  # fmt: skip
+    low, beta, gate = (array.astype(np.float64) for array in inputs)
+    step, z = (
+        y @ matrix.dequantize().astype(np.float64).T for y, matrix in zip((low, gate), layer.second, strict=True)
+    )
+    step = np.log1p(np.exp(step + layer.dt_bias)).reshape(len(x), c.heads, -1)
+    state, rows = np.zeros((c.heads, c.key_dim, c.value_dim)), []
+    for t, row in enumerate(x.reshape(len(x), 3, c.heads, -1)):
+        for h, (q, k, v) in enumerate(row.transpose(1, 0, 2)):
+            q, k = (array / np.sqrt(array @ array + 1e-6) for array in (q, k))
+            state[h] *= np.exp(layer.decay[h] * step[t, h])[:, None]
+            state[h] += np.outer(k, (v - k @ state[h]) / (1 + np.exp(-beta[t, h])))
+            rows.append(_normed(q @ state[h] / np.sqrt(c.key_dim), layer.norm, eps))
+    return np.array(rows).reshape(len(x), -1) / (1 + np.exp(-z))
+
+
 def _plain_mamba1(c: RecurrentConfig, layer: Recurrent, x: np.ndarray, z: np.ndarray, eps: float) -> np.ndarray:
     into, out = (matrix.dequantize().astype(np.float64) for matrix in layer.second)
     dt, k, q = np.split(x @ into.T, [c.rank, c.rank + c.key_dim], 1)
@@ -114,6 +139,11 @@ def random_layer(c: RecurrentConfig, n: int) -> tuple[Recurrent, list[np.ndarray
             (), None, draw(c.kernel, c.channels), bias, -np.exp(draw(-(-c.values // 16), c.key_dim, 16)),
             draw(c.values), draw(c.values), second=(matrix(c.rank + 2 * c.key_dim, c.values), matrix(c.values, c.rank)),
             norms=(draw(c.rank), draw(c.key_dim), draw(c.key_dim)),
+        )  # fmt: skip
+    elif c.kind == KDA:
+        layer = Recurrent(
+            (), None, draw(c.kernel, c.channels), None, -np.exp(draw(c.heads)), draw(c.values), norm=draw(c.value_dim),
+            second=(matrix(c.values, c.key_dim), matrix(c.values, c.key_dim)),
         )  # fmt: skip
     else:
         layer = Recurrent(

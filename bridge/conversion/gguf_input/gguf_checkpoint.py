@@ -157,7 +157,7 @@ def _by_family(model: StoredModel, home: Path, make: bool, stack: ExitStack) -> 
     source = checked_source(model, home, "F32") if make else GgufSource(model, home, "F32")
     if source.numbers:
         name = next(iter(source.numbers))
-        raise BridgeError(f"{model.files[0]}: {name} is a key of the GGUF, not a tensor; convert the original model")
+        raise BridgeError(f"{model.files[0]}: {name} is no tensor of the GGUF; convert the original model")
     tensors = []
     for stored in model.tensors.values():
         if stored.name in source.used:

@@ -14,7 +14,7 @@ from bridge.conversion.gguf_input.gguf_source import GgufSource
 from bridge.errors import BridgeError, parameter
 from bridge.gguf_file.reader import StoredModel
 from bridge.models import describe_model
-from bridge.models.gguf_config import ROPE_FACTORS, add_rope_factors, add_told, config_of_gguf
+from bridge.models.gguf_config import ROPE_FACTORS, add_rope_factors, add_told, config_of_gguf, family_of_gguf
 from bridge.models.tokenizer.tokenizer_json import tokenizer_files
 from bridge.runtime.tokenizer import stop_tokens
 
@@ -63,9 +63,11 @@ def checked_source(model: StoredModel, folder: Path, dtype: str, quantized: bool
         raise _refused(file, f"the config made of its metadata is not read again ({problem})") from problem
     unscaled = model.metadata.get(f"{arch}.{_SCALING}type") == "none"
     prefix = f"{metadata['general.architecture'].value}."
+    of_tensors = family_of_gguf(model.metadata).integers  # no config says them
     for key, stored in model.metadata.items():
         name = key.removeprefix(f"{arch}.")
-        of_arch = name != key and name not in (*_REPEATED, *_OF_IMAGES) and not (unscaled and name.startswith(_SCALING))
+        repeated = name in (*_REPEATED, *_OF_IMAGES) or key in of_tensors
+        of_arch = name != key and not repeated and not (unscaled and name.startswith(_SCALING))
         if of_arch or (key in metadata and key.removeprefix("tokenizer.ggml.") in _TOKENS):
             entry = metadata.get(prefix + name if of_arch else key)
             value = None if entry is None else entry.value

@@ -9,6 +9,7 @@ come from the config's folder, if it has weights.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -58,18 +59,26 @@ class SourceTensor:
     @property
     def nbytes(self) -> int:
         """Bytes of the tensor in the GGUF."""
-        return self.stored.raw.size // len(self.tensor.parts)
+        return self.height * self._row_bytes
 
     @property
     def height(self) -> int:
         """Rows of blocks; a vector is one."""
-        return self.part.shape[0] if len(self.part.shape) > 1 else 1
+        return _height(self.part)
+
+    @cached_property
+    def _first(self) -> int:
+        """The rows of the parts before it."""
+        return sum(map(_height, self.tensor.parts[: self.matrix]))
+
+    @cached_property
+    def _row_bytes(self) -> int:
+        return self.stored.raw.size // sum(map(_height, self.tensor.parts))
 
     def raw(self, rows: slice = slice(None), ordered: bool = True) -> np.ndarray:
         """The blocks, uint8 [out, row bytes], or a run `rows` of them; not `ordered`: in the GGUF's order of rows."""
-        size = self.stored.raw.size // (len(self.tensor.parts) * self.height)
+        size, start = self._row_bytes, self._first
         first, stop, _ = rows.indices(self.height)
-        start = self.matrix * self.height
         if not ordered or self.part.rows is None or len(self.part.shape) == 1:
             return self.stored.read((start + first) * size, (start + stop) * size).reshape(-1, size)
         picked = np.argsort(self.part.rows)[first:stop]
@@ -98,6 +107,10 @@ class SourceTensor:
         """float32 as the GGUF has them, in the part's shape but for `rows`, a run of them."""
         values = dequantized(self.stored.type, self.raw(rows, ordered=False)) * np.float32(self.scale)
         return values.reshape(-1, *self.part.shape[1:])
+
+
+def _height(part: Part) -> int:
+    return part.shape[0] if len(part.shape) > 1 else 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,7 +170,8 @@ class GgufSource:
     dtype      of all floats in the checkpoint: F16, BF16 or F32
     quantized  whether layers will be, as `tensors_of_gguf` has it
     made       whether config and tokenizer were made of the GGUF's metadata
-    numbers    checkpoint's name -> value, of tensors that are numbers in the GGUF's metadata
+    numbers    checkpoint's name -> value, of tensors that are no tensors of the GGUF: numbers in its metadata, and ones
+               of what others have been multiplied by
     sources     checkpoint's name -> `SourceTensor` or `AssembledTensor`
     used       the GGUF's name -> what the family's table says of it
     notes      what becomes of the other parts of a model of several
@@ -195,9 +209,13 @@ class GgufSource:
             for name, sources in sources_of.items()
         }
         self.tensors = {name: self._info(name, source, dtype) for name, source in self.sources.items()}
-        self.numbers = numbers_of_gguf(model.metadata)
+        numbers, in_parts = numbers_of_gguf(model.metadata), has_parts(config)
+        self.numbers = {name_in_parts(name, config) if in_parts else name: value for name, value in numbers.items()}
+        parts = (part for tensor in self.used.values() for part in tensor.parts)
+        self.numbers |= {part.times: np.ones(part.shape, np.float32) for part in parts if part.times is not None}
         for name, value in self.numbers.items():
-            self.tensors[name] = TensorInfo(name, dtype, value.shape, value.size * NUMPY[dtype].itemsize, self.path)
+            kind = "I64" if value.dtype == np.int64 else dtype
+            self.tensors[name] = TensorInfo(name, kind, value.shape, value.size * NUMPY[kind].itemsize, self.path)
         self.notes: list[str] = []
         self._others: dict[str, tuple[Store, str]] = {}
         if has_parts(config):
@@ -231,6 +249,8 @@ class GgufSource:
         dtype, run = self.tensors[name].dtype, slice(*(rows or (None,)))
         if name in self.numbers:
             value = self.numbers[name]
+            if dtype == "I64":
+                return value
             return from_float32(value.reshape(-1), dtype, name).reshape(value.shape)
         source = self.sources[name]
         unchanged = isinstance(source, SourceTensor) and source.part.change is None and len(source.part.shape) > 1

@@ -52,6 +52,8 @@ def outline_of(
         outline.notes += notes
     for key, names in outline.numbers.items():
         outline.metadata[key] = GGUFValue([_number(ckpt, name) for name in names], GGUFValueType.ARRAY)
+    for key, name in outline.integers.items():
+        outline.metadata[key] = GGUFValue(_integers(ckpt, name), GGUFValueType.ARRAY, GGUFValueType.UINT64)
     for name in outline.zero_only:
         if ckpt.read_float(name).any():
             arch = outline.metadata["general.architecture"].value
@@ -69,6 +71,14 @@ def _number(ckpt: Checkpoint, name: str) -> float:
     if len(values) != 1 or not np.isfinite(values[0]):
         raise BridgeError(f"{name}: is {values.tolist()!r:.60}, must be one number; the checkpoint is damaged")
     return float(values[0])
+
+
+def _integers(ckpt: Checkpoint, name: str) -> list[int]:
+    """The integers of a tensor; BridgeError if it has other values."""
+    values = ckpt.store.read(name).reshape(-1)
+    if values.dtype.kind not in "iu" or not values.size or values.min() < 0:
+        raise BridgeError(f"{name}: is {ckpt.tensors[name].dtype}, must be counts of I64; the checkpoint is damaged")
+    return [int(value) for value in values]
 
 
 def _mended(ckpt: Checkpoint) -> tuple[dict[str, Any], list[str]]:

@@ -48,6 +48,8 @@ class PartReader:
     def _check_part(self, part: Part) -> None:
         if part.source not in self.ckpt.tensors and not self._module(part):
             raise BridgeError(f"{self.ckpt.path}: has no {part.source}; the plan is of another checkpoint")
+        if part.times is not None:
+            self._check_part(Part(part.times, part.shape))
         vector = part.change == "squeezed" and len(part.shape) == 1
         if self._module(part) and (part.matrix is not None or not (vector or part.change in _OF_CODES)):
             how = f"matrix {part.matrix}" if part.change is None else repr(part.change)
@@ -149,6 +151,8 @@ class PartReader:
             return
         if part.change is not None:
             values = self._cropped(self._read_whole(part), part)
+            if part.times is not None:
+                values = values * self._cropped(self.ckpt.read_float(part.times), Part(part.times, part.shape))
             if part.change in _ELEMENTWISE:
                 values = self._elementwise(values, part)
             yield values if part.rows is None else values[part.rows]

@@ -71,7 +71,7 @@ def _tensor_entry(t: PlannedTensor, orders: _Orders) -> dict[str, Any]:
 
 def _part_entry(part: Part, orders: _Orders) -> dict[str, Any]:
     entry: dict[str, Any] = {"source": part.source, "shape": part.shape, "matrix": part.matrix}
-    entry |= {"stored": part.stored, "change": part.change, "folded": part.folded or None}
+    entry |= {"stored": part.stored, "change": part.change, "times": part.times, "folded": part.folded or None}
     if part.factor is not None:
         entry["factor"] = part.factor.tolist()
     for name in ("rows", "columns"):

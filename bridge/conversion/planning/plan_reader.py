@@ -182,7 +182,12 @@ def _part(entry: Any, orders: list[np.ndarray]) -> Part:
     if folded and sorted(picked.get("columns", [])) != list(range(shape[-1])):
         raise FieldError(f"{source}: is folded, but its columns are no permutation")
     factor = _factor(fields.take("factor", kinds.anything, None), (stored or shape)[0], source)
-    return Part(source, shape, picked.get("rows"), picked.get("columns"), matrix, stored, change, factor, folded)
+    times = fields.take("times", kinds.optional(kinds.text), None, f"times of {source}")
+    if times is not None and (change != "squeezed" or len(shape) != 1 or picked):
+        raise FieldError(
+            f"{source}: times is {reprlib.repr(times)}, but only a squeezed vector is multiplied by another"
+        )
+    return Part(source, shape, picked.get("rows"), picked.get("columns"), matrix, stored, change, factor, times, folded)
 
 
 def _factor(values: Any, rows: int, source: str) -> np.ndarray | None:

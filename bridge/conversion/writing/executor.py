@@ -2,6 +2,7 @@
 
 Worker threads read and map (the kernels hold no GIL); the caller takes the results in order. Parts are read one
 after another: what is held is the finished tensor and one part, so memory follows the largest tensor, not the model.
+A tensor of gigabytes (a table of n-grams) is kept in a file until it is written.
 """
 
 from __future__ import annotations
@@ -11,14 +12,15 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from bridge.blocks import BlockType
 from bridge.blocks.read import WRITTEN
 from bridge.blocks.tensor_types import FLOAT_TYPES
-from bridge.checkpoint.files.dtypes import as_float32, from_float32
+from bridge.checkpoint.files.dtypes import NUMPY, as_float32, from_float32
 from bridge.conversion.planning.importance import Importance
 from bridge.conversion.planning.part_reader import PartReader
 from bridge.conversion.planning.plan import PlannedTensor
@@ -33,11 +35,14 @@ from bridge.errors import parameter
 from bridge.models.outline import Part
 from bridge.system.cpu.cpus import usable_cpus
 from bridge.system.cpu.row_threads import slices
+from bridge.system.storage.filed_array import FiledArray
+from bridge.system.storage.files import disk_errors
 
 if TYPE_CHECKING:
     from bridge.quantize.layer_store import StoredLayer
 
 _SAMPLED = 1 << 14  # values of floats that are looked at before all are
+_IN_MEMORY = 1 << 32  # bytes of a finished tensor; larger ones are kept in a file
 _IN_FLIGHT = 1 << 29  # bytes of the checkpoint that are worked on at a time; one tensor may be larger
 
 
@@ -55,12 +60,14 @@ class Executor:
 
     layers   those that were quantized with a text, by module: their blocks are taken as they are
     threads  that work at a time; None: as many as there are CPUs
+    output   the GGUF, beside which large tensors are kept
     """
 
     reader: PartReader
     importance: Importance
     layers: Mapping[str, StoredLayer] = field(default_factory=dict)
     threads: int | None = None
+    output: Path = Path()
     _rows: ThreadPoolExecutor = field(init=False, repr=False)  # while there are results
 
     def results(self, tensors: Sequence[PlannedTensor]) -> Iterator[Result]:
@@ -105,7 +112,7 @@ class Executor:
         rows = math.prod(tensor.shape[:-1])
         data: np.ndarray | None = None  # of a stack, or of floats; else a single part's blocks are the result
         if len(tensor.parts) > 1 or tensor.how == ("rounded",):
-            data = np.empty((rows, row_bytes(block, tensor.shape[-1])), np.uint8)
+            data = self._array((rows, row_bytes(block, tensor.shape[-1])), np.dtype(np.uint8))
         coded = floats = Fidelity(0, 0.0, 0.0, 0.0, 0)
         zeros = 0  # parts whose weights are all zero
         exact = set(WRITTEN)  # the types that would hold every part bit for bit
@@ -158,6 +165,13 @@ class Executor:
         free_type = smaller if smaller and WRITTEN[smaller].bpw <= block.bpw else None
         return data, Outcome(report.carried_outcome(coded), coded, free_type, notes)
 
+    def _array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
+        """An array to be filled, in memory or, where it is large, in a file."""
+        if math.prod(shape) * dtype.itemsize <= _IN_MEMORY:
+            return np.empty(shape, dtype)
+        with disk_errors(self.output, "a large tensor", "output"):
+            return FiledArray.create(self.output.parent, shape, dtype)
+
     def _rounded(self, part: Part, block: BlockType, importance: np.ndarray | None, data: np.ndarray) -> Fidelity:
         """Quantize a part of floats into `data`, uint8 [rows, row bytes]. Rows are divided among several threads:
         embeddings and head are the largest tensors, and the first and the last, when no others are at work."""
@@ -169,6 +183,8 @@ class Executor:
             done = list(self._rows.map(lambda r, x=x, out=out: quantize_rows(x[r], block, importance, out[r]), spans))
             total += Fidelity(x.size, sum(p.error for p in done), sum(p.signal for p in done), 0.0, 0)
             row += len(x)
+            if isinstance(data, FiledArray):
+                data.release()
         return total
 
     def _calibrated(self, part: Part) -> tuple[np.ndarray, Fidelity]:
@@ -182,7 +198,19 @@ class Executor:
 
     def _as_floats(self, tensor: PlannedTensor) -> tuple[np.ndarray, Outcome]:
         """A tensor's parts as F32, F16 or BF16; codes are dequantized."""
-        chunks: list[np.ndarray] = []
+        dtype = NUMPY[tensor.type]
+        data = self._array((math.prod(tensor.shape),), dtype)
+        done = 0
+
+        def add(values: np.ndarray) -> np.ndarray:
+            nonlocal done
+            stored = from_float32(values, tensor.type, tensor.name)
+            data[done : done + stored.size] = stored.reshape(-1)
+            done += stored.size
+            if isinstance(data, FiledArray):
+                data.release()
+            return stored
+
         coded: Fidelity | None = None
         stored: str | None = None
         notes: list[str] = []
@@ -191,23 +219,24 @@ class Executor:
             if how == "as it came":
                 empty = True
                 for x in self.reader.floats(part):
-                    chunks.append(from_float32(x, tensor.type, tensor.name))
+                    values = add(x)
                     if tensor.type == "F16":
-                        small += _underflow(x, chunks[-1])
-                    empty = empty and not chunks[-1].any()
+                        small += _underflow(x, values)
+                    empty = empty and not values.any()
                 zeros += empty
                 stored = self.reader.stored_as(part)
                 continue
             t = self.reader.grouped(part)
             exact = t.dequantize()
-            chunks.append(from_float32(exact, tensor.type, tensor.name))
-            error = float(np.square(as_float32(chunks[-1], tensor.type) - exact, dtype=np.float64).sum())
+            values = add(exact)
+            error = float(np.square(as_float32(values, tensor.type) - exact, dtype=np.float64).sum())
             signal = float(np.square(exact, dtype=np.float64).sum())
             fidelity = Fidelity(exact.size, error, signal, t.noise(), 0)
             coded = fidelity if coded is None else coded + fidelity
             zeros += signal == 0
             notes += t.notes
-        data = np.concatenate(chunks).reshape(tensor.shape)
+        assert done == data.size
+        data = data.reshape(tensor.shape)
         notes += report.zero_notes(tensor, zeros)
         if small.nmse > FLOAT_LIMIT:
             notes.append(

@@ -34,6 +34,8 @@ from bridge.models.family import (
 from bridge.models.outline import Part
 from bridge.models.prediction import QWENS, prediction, predicts
 
+LINEAR = "linear_attention"
+
 
 def _next_sizes(config: Config, args: Arguments) -> dict[str, int]:
     m, v_dim = args.more, config.side("linear_value_head_dim")
@@ -43,8 +45,10 @@ def _next_sizes(config: Config, args: Arguments) -> dict[str, int]:
     }  # fmt: skip
 
 
-def _linear(args: Arguments, layer: int) -> bool:
-    return (layer + 1) % args.more["interval"] != 0 and not predicts(args, layer)
+def linear(args: Arguments, layer: int) -> bool:
+    """Whether a layer has linear attention: what a family says of this layer, else all but every n-th have."""
+    by_interval = (layer + 1) % args.more["interval"] != 0
+    return bool(args.more.get(f"linear.{layer}", by_interval)) and not predicts(args, layer)
 
 
 def _rows(args: Arguments, which: slice) -> np.ndarray:
@@ -67,9 +71,9 @@ def _part(which: slice) -> Any:
 
 
 def _linear_layers(config: Config, args: Arguments) -> dict[str, Any]:
-    expected = ["linear_attention" if _linear(args, i) else "full_attention" for i in range(args.layers)]
+    expected = [LINEAR if linear(args, i) else "full_attention" for i in range(args.layers)]
     config.expect("layer_types", (expected,), expected, "the layers with full attention must be at a fixed interval")
-    stateful = [_linear(args, layer) for layer in range(args.layers + args.predicting)]
+    stateful = [linear(args, layer) for layer in range(args.layers + args.predicting)]
     return {"attention.recurrent_layers": stateful}
 
 
@@ -77,20 +81,20 @@ def _next_config(stored: StoredKeys) -> dict[str, Any]:
     interval, layers = stored.get("full_attention_interval", 4), range(stored.values["num_hidden_layers"])
     return {
         "linear_value_head_dim": stored.get("ssm.inner_size") // stored.get("ssm.time_step_rank"),
-        "layer_types": ["full_attention" if (i + 1) % interval == 0 else "linear_attention" for i in layers],
+        "layer_types": ["full_attention" if (i + 1) % interval == 0 else LINEAR for i in layers],
         "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
     }  # fmt: skip
 
 
 def _linear_row(module: str, shape: str, **more: Any) -> Row:
-    return Row(f"linear_attn.{module}", shape, layers=_linear, **more)
+    return Row(f"linear_attn.{module}", shape, layers=linear, **more)
 
 
 def _full_row(module: str, shape: str, **more: Any) -> Row:
-    return Row(f"self_attn.{module}", shape, layers=other_layers(_linear), **more)
+    return Row(f"self_attn.{module}", shape, layers=other_layers(linear), **more)
 
 
-_FULL = (
+FULL_ROWS = (
     _full_row("q_proj", "q+q hidden"),  # with the gate, head by head
     _full_row("k_proj", "kv hidden"),
     _full_row("v_proj", "kv hidden"),
@@ -98,7 +102,7 @@ _FULL = (
     _full_row("k_norm", "head", change="+1"),
     _full_row("o_proj", "hidden q"),
 )
-_SHARED = (Row("mlp.shared_expert_gate", "hidden", change="squeezed"), *gated_mlp("mlp.shared_expert", "shared"))
+SHARED_ROWS = (Row("mlp.shared_expert_gate", "hidden", change="squeezed"), *gated_mlp("mlp.shared_expert", "shared"))
 
 QWEN3_NEXT = Family(
     titles=("Qwen3-Next",), arch="qwen3next", architectures=("Qwen3NextForCausalLM",), model_type="qwen3_next",
@@ -121,7 +125,7 @@ QWEN3_NEXT = Family(
     predicts="carried", mtp=QWENS,
     table=decoder(
         Row("input_layernorm", "hidden", change="+1"),
-        *_FULL,
+        *FULL_ROWS,
         _linear_row("in_proj_qkvz", "keys+keys+values hidden", name="attn_qkv.weight", parts=_part(slice(0, 3))),
         _linear_row("in_proj_qkvz", "values hidden", name="attn_gate.weight", parts=_part(slice(3, 4))),
         _linear_row("in_proj_ba", "v_heads+v_heads hidden"),
@@ -132,20 +136,24 @@ QWEN3_NEXT = Family(
         _linear_row("out_proj", "hidden values"),
         Row("post_attention_layernorm", "hidden", change="+1"),
         *EXPERTS,
-        *_SHARED,
+        *SHARED_ROWS,
         *prediction("+1"),
         norm=Row(NORM.source, "hidden", change="+1"),
     ),
 )  # fmt: skip
 
 
-def _config(stored: StoredKeys) -> dict[str, Any]:
+def _sections_config(stored: StoredKeys) -> dict[str, Any]:
     sections = (stored.get("rope.dimension_sections") or [])[:3]
     more = {"mrope_section": sections, "mrope_interleaved": True} if sections else {}
     return {"rope_parameters": {**stored.values["rope_parameters"], **more}}
 
 
-def _sizes(config: Config, args: Arguments) -> dict[str, int]:
+# llama.cpp needs the key, which some config.json files leave out
+SECTIONS = Computed(lambda config, args: rope_sections(config, args, [11, 11, 10]), _sections_config)
+
+
+def delta_sizes(config: Config, args: Arguments) -> dict[str, int]:
     if args.more["v_heads"] % args.more["k_heads"]:
         raise ValueError(f"{args.more['v_heads']} value heads cannot share {args.more['k_heads']} key heads")
     return _next_sizes(config, args)
@@ -175,9 +183,7 @@ def _columns(args: Arguments, source: str) -> tuple[Part, ...]:
     return (Part(source, (args.hidden, len(columns)), columns=columns),)
 
 
-_ATTENTION = (
-    Row("input_layernorm", "hidden", change="+1"),
-    *_FULL,
+LINEAR_ROWS = (
     _linear_row("in_proj_qkv", "keys+keys+values hidden", parts=_heads("v_dim", "after qk", "hidden")),
     _linear_row("in_proj_z", "values hidden", parts=_heads("v_dim", "hidden")),
     _linear_row("in_proj_a", "v_heads hidden", parts=_heads("", "hidden")),
@@ -190,8 +196,13 @@ _ATTENTION = (
     _linear_row("A_log", "v_heads", exact=True, name="ssm_a", parts=_heads("", change="-exp")),
     _linear_row("norm", "v_dim"),
     _linear_row("out_proj", "hidden values", parts=_columns),
-    Row("post_attention_layernorm", "hidden", change="+1"),
 )  # fmt: skip
+_ATTENTION = (
+    Row("input_layernorm", "hidden", change="+1"),
+    *FULL_ROWS,
+    *LINEAR_ROWS,
+    Row("post_attention_layernorm", "hidden", change="+1"),
+)
 _NORM = Row(NORM.source, "hidden", change="+1")
 _EXPERT_KEYS = ("num_experts", "moe_intermediate_size", "shared_expert_intermediate_size")
 
@@ -201,8 +212,8 @@ QWEN3_5 = replace(
     model_type="qwen3_5",
     keys={"max_position_embeddings": 32768, "head_dim": 256, "partial_rotary_factor": 0.25},
     expects=(SILU, NO_BIASES),
-    sizes=_sizes,
-    metadata=(*QWEN3_NEXT.metadata, Computed(lambda config, args: rope_sections(config, args, [11, 11, 10]), _config)),
+    sizes=delta_sizes,
+    metadata=(*QWEN3_NEXT.metadata, SECTIONS),
     language_model=("qwen3_5_text", "Qwen3_5ForCausalLM"), wrapped=True,
     table=decoder(*_ATTENTION, *gated_mlp("mlp", "inner"), *prediction("+1"), norm=_NORM),
 )  # fmt: skip
@@ -213,5 +224,5 @@ QWEN3_5_MOE = replace(
     architectures=("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM"), model_type="qwen3_5_moe",
     language_model=("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM"),
     keys={**QWEN3_5.keys, **dict.fromkeys(_EXPERT_KEYS)},
-    table=decoder(*_ATTENTION, *EXPERTS, *_SHARED, *prediction("+1"), norm=_NORM),
+    table=decoder(*_ATTENTION, *EXPERTS, *SHARED_ROWS, *prediction("+1"), norm=_NORM),
 )  # fmt: skip

@@ -105,7 +105,7 @@ _STACKED = "visual.deepstack_merger_list.{}"
 QWEN3_VL = Tower(
     architectures=(
         "Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration", "Qwen3_5ForConditionalGeneration",
-        "Qwen3_5MoeForConditionalGeneration",
+        "Qwen3_5MoeForConditionalGeneration", "Qwen4ExpForConditionalGeneration",
     ),
     projector="qwen3vl_merger",
     names={"num_hidden_layers": "depth", "num_attention_heads": "num_heads"},

@@ -95,7 +95,7 @@ def _read(metadata: Mapping[str, Any], arch: str, path: Path) -> DecoderConfig:
     if f"{arch}.attention.key_length_swa" in metadata:
         local_heads = _read_local_heads(local_kv, heads, get, path)
     values = head_dim if latent is None else latent.rank
-    same = not heads or get("attention.value_length", int, values) == values
+    same = not heads or latent is not None or get("attention.value_length", int, values) == values
     if not same or head_dim % 2 or rotated % 2 or rotated > head_dim:
         raise BridgeError(
             f"{path}: heads of {head_dim} for keys, {metadata.get(f'{arch}.attention.value_length')} for values with "

@@ -196,6 +196,8 @@ class DecoderConfig:
         """
         half = self.rotated // 2
         frequencies = self.rope_base ** (-2.0 * np.arange(half) / self.rotated)
+        if self.graph.still:
+            frequencies = np.zeros(half)
         if factors is not None:
             frequencies = frequencies / factors.astype(np.float64)
         size = self.rope_attention_factor

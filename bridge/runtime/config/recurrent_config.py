@@ -2,6 +2,7 @@
 
     CONVOLUTION   LFM2: a short convolution between two gates; the state is what it still looks back at
     DELTA         Qwen3-Next, Qwen3.5: a gated delta net: a convolution, and for each head a matrix that it edits
+    KDA           Kimi Linear: the same, with a convolution for each of q, k and v, and a state that decays by channel
     MAMBA         Mamba-2, Granite 4, Nemotron-H, Falcon-H1: the same, but the matrix is only added to
     MAMBA1        Jamba: each value has a state of its own, a vector, and its own steps
 
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from bridge.errors import BridgeError
-from bridge.gguf_file.architectures import CONVOLUTION, DELTA, MAMBA, MAMBA1, State
+from bridge.gguf_file.architectures import CONVOLUTION, DELTA, KDA, MAMBA, MAMBA1, State
 from bridge.system.records import record
 
 _INTERVAL = 4  # of the layers with full attention, where a delta net's metadata does not say
@@ -50,6 +51,9 @@ class RecurrentConfig:
         """The matrices that a layer's input is multiplied by, and their rows."""
         if self.kind == CONVOLUTION:
             return {"shortconv.in_proj": 3 * self.channels}
+        if self.kind == KDA:
+            parts = dict.fromkeys(("attn_q", "attn_k", "attn_v"), self.values)
+            return {**parts, "ssm_f_a": self.key_dim, "ssm_beta": self.heads, "ssm_g_a": self.key_dim}
         if self.kind == MAMBA1:
             return {"ssm_in": 2 * self.values}
         if self.kind == MAMBA:
@@ -78,6 +82,10 @@ def read_recurrent(
     recurrent = tuple(stateful[layer] and layer not in networks for layer in range(layers))
     if kind == CONVOLUTION:
         return RecurrentConfig(kind, recurrent, get("shortconv.l_cache", int), get("embedding_length", int))
+    if kind == KDA:
+        heads, size = get("attention.head_count", int), get("kda.head_dim", int)
+        kernel, channels = get("ssm.conv_kernel", int), 3 * heads * size
+        return RecurrentConfig(kind, recurrent, kernel, channels, heads, heads, size, size)
     inner, key_dim, kernel = (get(f"ssm.{key}", int) for key in ("inner_size", "state_size", "conv_kernel"))
     if kind == MAMBA1:
         rank = get("ssm.time_step_rank", int)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from bridge.gguf_file.architectures import CONVOLUTION, DELTA, MAMBA, MAMBA1
+from bridge.gguf_file.architectures import CONVOLUTION, DELTA, KDA, MAMBA, MAMBA1
 from bridge.runtime.config.decoder_config import DecoderConfig
 from bridge.runtime.config.recurrent_config import RecurrentConfig
 from bridge.runtime.decoder.experts import ACTIVATIONS, mix
@@ -207,10 +207,11 @@ class NumpyMachine:
         if c.kind == CONVOLUTION:
             b, gate, values = np.split(first, 3, axis=1)
             return gate * self._convolved(layer, index, b * values, c)
-        if c.kind == DELTA:
-            z = inputs[1].reshape(len(x), c.heads, -1)
-            out = self._delta(layer, index, inputs, c)
-            return (_rms(out, layer.norm, self.config.norm_eps) * z * _sigmoid(z)).reshape(len(x), -1)
+        if c.kind in (DELTA, KDA):
+            z = inputs[1] if c.kind == DELTA else self._product(layer.second[1], inputs[5])
+            gate = z * _sigmoid(z) if c.kind == DELTA else _sigmoid(z)
+            out = _rms(self._delta(layer, index, inputs, c), layer.norm, self.config.norm_eps)
+            return out.reshape(len(x), -1) * gate
         z = first[:, c.values :] if c.kind == MAMBA1 else first[:, : c.values]
         out = self._mamba1(layer, index, first, c) if c.kind == MAMBA1 else self._mamba2(layer, index, first, c)
         out = out * z * _sigmoid(z)
@@ -230,16 +231,20 @@ class NumpyMachine:
 
     def _delta(self, layer: Recurrent, index: int, inputs: list[np.ndarray], c: RecurrentConfig) -> np.ndarray:
         n, keys = len(inputs[0]), c.groups * c.key_dim
-        mixed = self._convolved(layer, index, inputs[0], c)
+        mixed = self._convolved(layer, index, inputs[0] if c.kind == DELTA else np.concatenate(inputs[:3], axis=1), c)
         q, k = (_unit(mixed[:, first : first + keys].reshape(n, c.groups, -1)) for first in (0, keys))
-        if c.joined:  # group by group
+        if c.kind == KDA:
+            beta, alpha = inputs[4], self._product(layer.second[0], inputs[3])
+        elif c.joined:  # group by group
             beta, alpha = (part.reshape(n, -1) for part in np.split(inputs[2].reshape(n, c.groups, -1), 2, axis=2))
         else:
             beta, alpha = inputs[2], inputs[3]
-        decays, beta = np.exp(layer.decay * np.logaddexp(0, alpha + layer.dt_bias)), _sigmoid(beta)
+        assert layer.decay is not None
+        steps = np.logaddexp(0, alpha + layer.dt_bias).reshape(n, c.heads, -1)  # one for each head, or channel
+        decays, beta = np.exp(layer.decay[:, None] * steps), _sigmoid(beta)
 
         def change(state: np.ndarray, t: int, key: np.ndarray, v: np.ndarray) -> np.ndarray:
-            known = np.einsum("hkv,hk->hv", decays[t][:, None, None] * state, key)
+            known = np.einsum("hkv,hk->hv", decays[t][:, :, None] * state, key)
             return beta[t][:, None] * (v - known)
 
         return self._recurred(index, q / c.key_dim**0.5, k, mixed[:, 2 * keys :], decays, change, c)
@@ -254,7 +259,7 @@ class NumpyMachine:
             return steps[t][:, None] * v
 
         k, q = k.reshape(n, c.groups, -1), q.reshape(n, c.groups, -1)
-        out = self._recurred(index, q, k, v, np.exp(layer.decay * steps), change, c)
+        out = self._recurred(index, q, k, v, np.exp(layer.decay * steps)[:, :, None], change, c)
         skip = np.zeros(c.heads) if layer.skip is None else layer.skip
         return (out + skip[:, None] * v.reshape(out.shape)).reshape(n, -1).astype(np.float32)
 
@@ -269,7 +274,7 @@ class NumpyMachine:
         out = np.empty((len(q), c.heads, c.value_dim), np.float32)
         for t, row in enumerate(v.reshape(out.shape)):
             u = change(state, t, k[t, group], row)
-            state = decays[t][:, None, None] * state + k[t, group][:, :, None] * u[:, None]
+            state = decays[t][:, :, None] * state + k[t, group][:, :, None] * u[:, None]
             out[t] = np.einsum("hkv,hk->hv", state, q[t, group])
         self._states[index] = state
         return out

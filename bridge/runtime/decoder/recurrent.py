@@ -3,6 +3,9 @@
     a short convolution   b, c, x = W_in x^       y = c * convolve(b * x)
     a gated delta net     q, k, v = convolve(W_qkv x^)      z = W_z x^      beta, alpha = W_b x^, W_a x^
                           y = norm(recur(q, k, v)) * silu(z)
+    KDA                   q, k, v = convolve(W_q x^), convolve(W_k x^), convolve(W_v x^)
+                          alpha, z = W_fb W_fa x^, W_gb W_ga x^      beta = W_b x^
+                          y = norm(recur(q, k, v)) * sigmoid(z)
     Mamba-2               z, (v, k, q), dt = W_in x^, the middle convolved
                           y = norm((recur(q, k, v) + D v) * silu(z))
     Mamba                 x, z = W_in x^, x convolved      dt, k, q = norms of W_x x
@@ -17,7 +20,7 @@ from itertools import groupby
 
 import numpy as np
 
-from bridge.gguf_file.architectures import CONVOLUTION, DELTA, MAMBA1
+from bridge.gguf_file.architectures import CONVOLUTION, DELTA, KDA, MAMBA1
 from bridge.runtime.config.recurrent_config import RecurrentConfig
 from bridge.runtime.cpu.ops import recurrent_ops as ops
 from bridge.runtime.cpu.ops.program import Program, address, bits, buffer, every_token
@@ -36,8 +39,11 @@ class _Rows:
         self.inputs = [buffer(n, rows) for rows in c.inputs.values()]
         self.mixed = buffer(n, c.channels) if c.heads else out
         self.gates = buffer(n, c.rank or 2 * c.heads)
-        self.keys = np.zeros((c.groups, n, 2, c.key_dim), np.float32)  # and queries, the queries first
-        self.low, self.rates = buffer(n, c.rank and c.rank + 2 * c.key_dim), buffer(n, c.rank and c.values)  # Mamba's
+        by_channel = c.kind == KDA
+        self.keys = np.zeros((c.groups, n, 4 if by_channel else 2, c.key_dim), np.float32)  # after the queries
+        self.low = buffer(n, c.rank and c.rank + 2 * c.key_dim)  # Mamba's
+        self.rates = buffer(n, c.values if c.rank or by_channel else 0)
+        self.joined, self.z = (buffer(n, size if by_channel else 0) for size in (c.channels, c.values))
 
 
 class RecurrentBuffers:
@@ -68,12 +74,13 @@ class RecurrentBuffers:
         """The words of each layer's block that stay the same from step to step."""
         c = self.config
         keys = c.groups * c.key_dim
-        q, k, v = (0, keys, 2 * keys) if c.kind == DELTA else (c.values + keys, c.values, 0)
+        delta = c.kind in (DELTA, KDA)
+        q, k, v = (0, keys, 2 * keys) if delta else (c.values + keys, c.values, 0)
         words = {
             ops.CHANNELS: c.channels, ops.KERNEL: c.kernel,
             ops.SILU: int(c.kind != CONVOLUTION), ops.HEADS: c.heads, ops.GROUPS: c.groups, ops.KEY_DIM: c.key_dim,
             ops.VALUE_DIM: c.value_dim, ops.Q_AT: _FLOAT * q, ops.K_AT: _FLOAT * k, ops.V_AT: _FLOAT * v,
-            ops.DELTA: int(c.kind == DELTA), ops.TILED: int(c.tiled), ops.EPS: bits(eps),
+            ops.DELTA: int(delta), ops.BY_CHANNEL: int(c.kind == KDA), ops.TILED: int(c.tiled), ops.EPS: bits(eps),
             ops.RANK: c.rank,
             ops.RUN: c.heads // c.groups if c.joined else c.heads,
         }  # fmt: skip
@@ -101,6 +108,8 @@ class RecurrentBuffers:
         elif c.kind == DELTA:
             places |= {ops.Z: others[0], ops.B: others[1], ops.A: others[-1]}
             starts[ops.A] = c.heads // c.groups if c.joined else 0
+        elif c.kind == KDA:
+            places |= {ops.IN: rows.joined, ops.Z: rows.z, ops.B: others[3], ops.A: rows.rates}
         elif c.kind == MAMBA1:
             places |= {ops.Z: first, ops.B: rows.low, ops.A: rows.rates}
             starts |= {ops.Z: c.values}
@@ -175,6 +184,16 @@ class RecurrentBuffers:
 
         if c.kind == CONVOLUTION:
             self._multiply(program, rows.inputs[0][:, 2 * c.channels :], rows.inputs[0])
+        if c.kind == KDA:
+            f_a, _, g_a = rows.inputs[3:]
+            steps.products(f_a, [(layer.second[0], rows.rates)])
+            steps.products(g_a, [(layer.second[1], rows.z)])
+            for start, x in zip(range(0, c.channels, c.values), rows.inputs, strict=False):
+                place = address(rows.joined) + _FLOAT * start, rows.joined.strides[0], c.values
+                steps.program.add(
+                    ops.function("put"), address(x), x.strides[0], *place, items=every_token, shared=several
+                )
+            program = steps.program
         parts = -(-c.channels // ops.CHANNELS_AT_ONCE)
 
         def convolved(tokens: int) -> int:
@@ -186,13 +205,15 @@ class RecurrentBuffers:
             steps.products(rows.mixed, [(into, rows.low)])
             per_token("split_steps")
             steps.products(rows.gates, [(out, rows.rates)])
+        elif c.kind == KDA:
+            per_token("gates_by_channel")
         elif c.kind != CONVOLUTION:
             per_token("gates")
         self._change(steps.program, block, self.count)
         if c.kind == CONVOLUTION:
             self._multiply(program, rows.mixed, rows.inputs[0][:, c.channels :])
         elif c.kind != MAMBA1:
-            per_token("gated_norm" if c.kind == DELTA else "norm_of_gated")
+            per_token("gated_norm" if c.kind in (DELTA, KDA) else "norm_of_gated")
 
     def _multiply(self, program: Program, x: np.ndarray, y: np.ndarray) -> None:
         arguments = address(x), x.strides[0], address(y), y.strides[0], self.config.channels

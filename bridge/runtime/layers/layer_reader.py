@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from bridge.errors import BridgeError
-from bridge.gguf_file.architectures import CONVOLUTION, MAMBA, MAMBA1
+from bridge.gguf_file.architectures import CONVOLUTION, KDA, MAMBA, MAMBA1
 from bridge.runtime.config.decoder_config import DecoderConfig, Latent
 from bridge.runtime.config.recurrent_config import RecurrentConfig
 from bridge.runtime.cpu.ops.recurrent_ops import LANES
@@ -87,6 +87,8 @@ class LayerReader:
 
     def _recurrent(self, c: RecurrentConfig) -> Recurrent:
         hidden, alone = self.config.hidden, c.kind == CONVOLUTION
+        if c.kind == KDA:
+            return self._kda(c)
         inputs = tuple(self._matrix(part, rows, hidden) for part, rows in c.inputs.items())
         kernel = self._matrix("shortconv.conv" if alone else "ssm_conv1d", c.channels, c.kernel).dequantize()
         out = self._matrix("shortconv.out_proj" if alone else "ssm_out", hidden, c.values)
@@ -100,6 +102,18 @@ class LayerReader:
         if c.kind == MAMBA:
             layer.skip = self._folded("ssm_d", c.heads)
             layer.convolution_bias = self._folded("ssm_conv1d.bias", c.channels)
+        return layer
+
+    def _kda(self, c: RecurrentConfig) -> Recurrent:
+        inputs = tuple(self._matrix(part, rows, self.config.hidden) for part, rows in c.inputs.items())
+        kernels = [self._folded(f"ssm_conv1d_{part}.weight", c.values * c.kernel) for part in "qkv"]
+        layer = Recurrent(
+            inputs, self._matrix("attn_output", self.config.hidden, c.values),
+            np.ascontiguousarray(np.concatenate(kernels).reshape(c.channels, c.kernel).T),
+        )  # fmt: skip
+        layer.decay, layer.dt_bias = self._folded("ssm_a", c.heads), self._folded("ssm_dt.bias", c.values)
+        layer.norm = self._vector("ssm_norm.weight", c.value_dim, True)
+        layer.second = tuple(self._matrix(part, c.values, c.key_dim) for part in ("ssm_f_b", "ssm_g_b"))
         return layer
 
     def _read_mamba1(self, layer: Recurrent, c: RecurrentConfig) -> None:

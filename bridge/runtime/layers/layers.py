@@ -99,7 +99,8 @@ class Recurrent:
     convolution  [kernel, channels], the newest token's last
     decay        negative: -exp(A_log); Mamba's as its states are, [values / 16, key_dim, 16]
     skip         D of Mamba and Mamba-2
-    second       Mamba's matrices that make steps, keys and queries of what is convolved, and steps of a shorter vector
+    second       Mamba's matrices that make steps, keys and queries of what is convolved, and steps of a shorter vector;
+                 KDA's that make steps, and the output's gate, of a shorter vector each
     norms        of that vector, and of keys and queries
     """
 

@@ -5,7 +5,8 @@
                    S   <- a S + k u^T           a: how much of the state stays
                    out  = S^T q
                u = dt v in Mamba-2 (Dao and Gu 2024, arXiv:2405.21060); in the gated delta net (Yang et al. 2024,
-               arXiv:2412.06464) u = beta (v - a S^T k): what the state does not say of k already
+               arXiv:2412.06464) u = beta (v - a S^T k): what the state does not say of k already. In KDA (Kimi
+               Linear, arXiv:2510.26692) a is a number for each row of S
 
     scan       Mamba (Gu and Dao 2023, arXiv:2312.00752): as Mamba-2 with heads of one value, but each row of a state
                has a measure of its own
@@ -46,7 +47,9 @@ from bridge.system.kernels.memory import LANES, array_at, array_on_stack, floats
  DELTA, TILED, RUN, EPS,
  # Mamba's, see `_split_steps`
  RANK, K_NORM, Q_NORM,
- WORDS) = range(44)  # fmt: skip
+ # KDA's: a state decays by channel, and z's gate is a sigmoid
+ BY_CHANNEL,
+ WORDS) = range(45)  # fmt: skip
 
 CHANNELS_AT_ONCE = 512
 TOKENS_AT_ONCE = 16  # whose keys and queries, 1 KB each for heads of 128, stay in the first cache with 16 columns
@@ -115,6 +118,24 @@ def write(typingctx, state, decay, k, u, count):
         return context.get_dummy_value()
 
     return types.void(types.int64, types.float32, types.int64, types.int64, types.int64), emit
+
+
+@intrinsic
+def write_by_channel(typingctx, state, decays, k, u, count):
+    """state[i, :] = decays[i] * state[i, :] + k[i] * u[:] for i < count; rows of 16 float32, all addresses."""
+
+    def emit(context, builder, signature, arguments):
+        state, decays, k, u, count = arguments
+        added = builder.load(builder.inttoptr(u, _vector().as_pointer()), align=4)
+        with cgutils.for_range(builder, count) as loop:
+            factor = _load(builder, decays, loop.index, ir.F32)
+            values = builder.fmul(_load(builder, state, loop.index, _vector()), factor)
+            changed = fma(builder, _load(builder, k, loop.index, ir.F32), added, values)
+            row = builder.add(state, builder.mul(loop.index, ir.I64(4 * LANES)))
+            builder.store(changed, builder.inttoptr(row, _vector().as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 5), emit
 
 
 @inner
@@ -227,6 +248,40 @@ def _gates(blocks, count, _0, _1, _2, _3, _4, first, last):
             _copied(floats(row + p[K_AT] + 4 * d * g, d), floats(keys + 4 * d, d), 1.0, p[DELTA])
 
 
+def _gates_by_channel(blocks, count, _0, _1, _2, _3, _4, first, last):
+    """KDA: A [tokens, heads, key_dim] becomes how much of each row of a state stays, exp(a softplus(A + dt_bias)).
+
+    GATES [tokens, heads, 2]: one, and sigmoid(beta). KEYS: q and k, normalized, and both times A.
+    """
+    for item in range(first, last):
+        block, t = _block_of(blocks, item, count)
+        p = array_at(block, WORDS, np.int64)
+        heads, d = p[HEADS], p[KEY_DIM]
+        decay, betas = floats(p[DECAY], heads), floats(p[B] + 4 * heads * t, heads)
+        gates = floats(p[GATES] + 8 * heads * t, 2 * heads)
+        row = p[MIXED] + 4 * p[CHANNELS] * t
+        for h in range(heads):
+            gates[2 * h] = 1
+            gates[2 * h + 1] = np.float32(1) / (np.float32(1) + exp(-betas[h]))
+            stays = floats(p[A] + p[GATE_STRIDE] * t + 4 * d * h, d)
+            bias = floats(p[DT_BIAS] + 4 * d * h, d)
+            for i in range(d):
+                stays[i] = exp(decay[h] * _softplus(stays[i] + bias[i]))
+            keys = p[KEYS] + p[KEYS_STRIDE] * h + 16 * d * t
+            _copied(floats(row + p[Q_AT] + 4 * d * h, d), floats(keys, d), 1.0 / np.sqrt(np.float64(d)), 1)
+            _copied(floats(row + p[K_AT] + 4 * d * h, d), floats(keys + 4 * d, d), 1.0, 1)
+            both, decayed = floats(keys, 2 * d), floats(keys + 8 * d, 2 * d)
+            for i in range(d):
+                decayed[i] = both[i] * stays[i]
+                decayed[d + i] = both[d + i] * stays[i]
+
+
+def _put(x, x_stride, y, y_stride, size, _0, _1, first, last):
+    """y = x for rows first..last of `size` float32; strides in bytes."""
+    for t in range(first, last):
+        _move(x + x_stride * t, y + y_stride * t, size)
+
+
 @inner
 def _copied(x, y, length, normalized):
     """y = x, or x brought to a length."""
@@ -268,20 +323,24 @@ def _recur_columns(p, h, columns, j, first, last):
         _move(p[STATE] + offset, state, LANES * d)
     for i in range(LANES):
         u[i] = 0
+    decayed = 8 * d if p[BY_CHANNEL] else 0  # from q and k to those times the decay of each channel
     for t in range(first, last):
-        q = p[KEYS] + p[KEYS_STRIDE] * group + 8 * d * t
+        q = p[KEYS] + p[KEYS_STRIDE] * group + (8 * d + decayed) * t
         k = q + 4 * d
         v = floats(p[MIXED] + 4 * p[CHANNELS] * t + p[V_AT] + 4 * (width * h + LANES * j), size)
         gate = floats(p[GATES] + 8 * (heads * t + h), 2)
         decay, factor = gate[0], gate[1]
-        read(state, q, k, d, of_q.ctypes.data, of_k.ctypes.data)
+        read(state, q + decayed, k + decayed, d, of_q.ctypes.data, of_k.ctypes.data)
         for i in range(size):
             u[i] = factor * (v[i] - decay * of_k[i]) if p[DELTA] else factor * v[i]
         both = _dot(q, k, d)
         out = floats(p[OUT] + 4 * (width * (heads * t + h) + LANES * j), size)
         for i in range(size):
             out[i] = decay * of_q[i] + both * u[i]
-        write(state, decay, k, u.ctypes.data, d)
+        if p[BY_CHANNEL]:
+            write_by_channel(state, p[A] + p[GATE_STRIDE] * t + 4 * d * h, k, u.ctypes.data, d)
+        else:
+            write(state, decay, k, u.ctypes.data, d)
         if t + 1 == p[COPY_AFTER]:
             _move(state, p[STATE_COPY] + offset, LANES * d)
 
@@ -365,7 +424,7 @@ def _scan_columns(p, j):
 
 
 def _gated_norm(blocks, count, _0, _1, _2, _3, _4, first, last):
-    """The delta net's end: each head of OUT normalized, weighted, times silu(z)."""
+    """The delta net's end: each head of OUT normalized, weighted, times silu(z); KDA's times sigmoid(z)."""
     for item in range(first, last):
         block, t = _block_of(blocks, item, count)
         p = array_at(block, WORDS, np.int64)
@@ -377,7 +436,8 @@ def _gated_norm(blocks, count, _0, _1, _2, _3, _4, first, last):
             z = floats(p[Z] + p[Z_STRIDE] * t + 4 * d * h, d)
             size = np.float32(1.0 / np.sqrt(square_sum(out) / d + eps))
             for i in range(d):
-                out[i] = out[i] * size * weight[i] * z[i] / (np.float32(1) + exp(-z[i]))
+                factor = np.float32(1) if p[BY_CHANNEL] else z[i]
+                out[i] = out[i] * size * weight[i] * factor / (np.float32(1) + exp(-z[i]))
 
 
 def _norm_of_gated(blocks, count, _0, _1, _2, _3, _4, first, last):
@@ -407,7 +467,8 @@ def _norm_of_gated(blocks, count, _0, _1, _2, _3, _4, first, last):
 
 FUNCTIONS: dict[str, Any] = {
     "multiply": _multiply, "convolve": _convolve, "keep_tail": _keep_tail, "gates": _gates, "recur": _recur,
-    "split_steps": _split_steps, "scan": _scan, "gated_norm": _gated_norm, "norm_of_gated": _norm_of_gated,
+    "gates_by_channel": _gates_by_channel, "put": _put, "split_steps": _split_steps, "scan": _scan,
+    "gated_norm": _gated_norm, "norm_of_gated": _norm_of_gated,
 }  # fmt: skip
 
 
