@@ -124,7 +124,7 @@ class Family:
     model_type     its name in config.json if `architectures` is missing
     keys           the optional keys of its config.json with their defaults, see `read_arguments`
     expects        values that llama.cpp's graph assumes
-    names          its config.json's names of keys: usual name -> its name
+    names          its config.json's names of keys: usual name -> its name, or several, the one that is written first
     sizes          more names for shapes than those of `metadata`: (config, arguments) -> name -> size
     factors        what rows of linear layers are multiplied by, see `Arguments`, and what fills vectors (`Row.filled`)
     metadata       more keys of the GGUF, and how a config.json is made of them: see `gguf_keys`
@@ -164,7 +164,7 @@ class Family:
     table: tuple[Row, ...]
     keys: Mapping[str, Any] = field(default_factory=dict)
     expects: tuple[Expected, ...] = (SILU,)
-    names: Mapping[str, str] = field(default_factory=dict)
+    names: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
     sizes: Callable[[Config, Arguments], Mapping[str, int]] | None = None
     factors: Callable[[Config, Arguments], Mapping[str, Sequence[float]]] | None = None
     metadata: tuple[Entry, ...] = ()

@@ -133,7 +133,8 @@ def _config(family: Family, metadata: Mapping[str, Any], names: Collection[str])
             values["first_k_dense_replace"] = get("leading_dense_block_count", 0)
     if "sliding_window" in family.keys:
         values["sliding_window"] = get("attention.sliding_window") or None
-    names_of = {**family.names, **family.written_as}
+    names_of = {key: name if isinstance(name, str) else name[0] for key, name in family.names.items()}
+    names_of |= family.written_as
     config = {names_of.get(key, key): value for key, value in values.items() if key not in family.lacks}
     if predicting := needed("block_count") - gguf_layers(metadata):
         config["num_nextn_predict_layers"] = predicting

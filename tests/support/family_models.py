@@ -133,6 +133,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12, "num_experts": 4, "num_experts_per_token": 2,
         "moe_intermediate_size": 16, "num_key_value_heads": 4, "linear_num_heads": 4, "linear_head_dim": 16,
         "layer_types": [*3 * ["linear_attention"], "full_attention"]}),
+    "ling3": ("BailingHybridConfig", {"num_hidden_layers": 4, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8, "v_head_dim": 12, "head_dim": 16, "layer_group_size": 2, "num_local_experts": 8,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 4, "topk_group": 2, "num_mtp_layers": 0,
+        "num_key_value_heads": 4, "first_k_dense_replace": 1, "rms_norm_eps": 1e-6}),
     "glm4v-moe": ("Glm4vMoeConfig", wrapped("glm4v_moe_text", VISION, head_dim=8, attention_bias=True,
         n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, num_hidden_layers=3, n_group=1,
         topk_group=1, rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 0],
@@ -266,6 +270,16 @@ PUBLISHED_AS: dict[str, dict[str, str]] = {
         '"moe_router_activation_func": "sigmoid", "mla_use_nope": true,',
         '"linear_head_dim": 16,': "",
         '"linear_num_heads": 4,': "",
+    },
+    "ling3": {
+        "BailingHybridForCausalLM": "BailingMoeV3ForCausalLM",
+        '"head_dim": 8,': '"head_dim": 16, "no_kda_lora": true, "gated_attention_proj_granularity_type": "head_wise", '
+        '"score_function": "sigmoid", "moe_shared_expert_intermediate_size": 16,',
+        '"linear_head_dim": 16,': "",
+        "model_max_length": "max_position_embeddings",
+        "moe_renormalize": "norm_topk_prob",
+        "num_expert_group": "n_group",
+        "num_experts_per_token": "num_experts_per_tok",
     },
     "granite-4": {'"linear_attention"': '"mamba"', '"full_attention"': '"attention"'},
 }

@@ -39,7 +39,7 @@ QWEN4S_HASH = {
 }  # fmt: skip
 
 # whose config.json the converter reads by transformers 5, which drops keys that it needs
-UNREADABLE = {"minimax-m3", "glm5-next", "qwen4exp", "kimi-linear", "kimi-k3"}
+UNREADABLE = {"minimax-m3", "glm5-next", "qwen4exp", "kimi-linear", "kimi-k3", "ling3"}
 KIMIS = {"kimi-linear", "kimi-k3"}
 # which transformers does not have -> the model whose checkpoint becomes theirs
 DERIVED = {"kimi-k3": "kimi-linear"}
@@ -83,7 +83,7 @@ PREDICTING = {
     "glm4-moe": "num_nextn_predict_layers", "glm4-moe-lite": "num_nextn_predict_layers", "qwen3-next": None,
     "qwen3.5": "mtp_num_hidden_layers", "qwen3.5-moe": "mtp_num_hidden_layers",
     **dict.fromkeys(("glm5", "deepseek3.2", "nemotron-h-moe", "nemotron-3-super"), "num_nextn_predict_layers"),
-    "glm5-next": "num_nextn_predict_layers",
+    "glm5-next": "num_nextn_predict_layers", "ling3": "num_nextn_predict_layers",
 }  # fmt: skip
 MTP = "-mtp"  # at the end of their goldens' names
 
@@ -108,9 +108,13 @@ def add_prediction(name: str, folder: Path, shapes: dict[str, tuple[int, ...]]) 
         shapes |= {"mtp.fc.weight": (hidden, 2 * hidden)}
         shapes |= {f"mtp.{norm}.weight": (hidden,) for norm in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")}
         return
+    shapes |= {f"{before}{norm}.weight": (hidden,) for norm in ("enorm", "hnorm")}
+    if name == "ling3":
+        shapes |= {f"{before}eh_proj.weight": (hidden, 2 * hidden), f"{before}final_layernorm.weight": (hidden,)}
+        return
     shapes |= {f"{before}eh_proj.weight": (hidden, 2 * hidden), f"{before}shared_head.head.weight": (vocab, hidden)}
     shapes |= {f"{before}embed_tokens.weight": (vocab, hidden)}
-    shapes |= {f"{before}{norm}.weight": (hidden,) for norm in ("enorm", "hnorm", "shared_head.norm")}
+    shapes[f"{before}shared_head.norm.weight"] = (hidden,)
 
 
 def add_nemotrons(shapes: dict[str, tuple[int, ...]], hidden: int) -> None:

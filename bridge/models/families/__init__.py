@@ -21,6 +21,7 @@ from bridge.models.families.hy_v4 import HY_V4
 from bridge.models.families.jamba import JAMBA
 from bridge.models.families.kimi_linear import KIMI_K3, KIMI_LINEAR
 from bridge.models.families.lfm2 import LFM2, LFM2_MOE
+from bridge.models.families.ling3 import LING3
 from bridge.models.families.llama import LLAMA, SEED_OSS, SMOLLM3
 from bridge.models.families.llama4 import LLAMA4
 from bridge.models.families.mamba2 import MAMBA2
@@ -43,5 +44,5 @@ ALL = (
     ERNIE4_5, ERNIE4_5_MOE, GRANITE_MOE, LFM2, LFM2_MOE, HUNYUAN, HUNYUAN_MOE, HY_V4, MINIMAX_M2, MINIMAX_M3,
     GLM4_MOE_LITE, GLM4V_MOE, GRANITE_HYBRID, NEMOTRON_H_MOE, NEMOTRON_H, MAMBA2, JAMBA, FALCON_H1, DEEPSEEK32,
     GLM5, GLM5_NEXT, MUSE_GLIMMER, APERTUS, DEEPSEEK4, SOLAR_OPEN, DOTS1, GEMMA4_UNIFIED,
-    QWEN4_EXP, KIMI_LINEAR, KIMI_K3,
+    QWEN4_EXP, KIMI_LINEAR, KIMI_K3, LING3,
 )  # fmt: skip
