@@ -85,7 +85,7 @@ def test_floats_have_the_logits_of_the_checkpoint_that_the_gguf_came_from(name: 
 
 
 # of floats that it joins, transformers (5.24) finds none in checkpoints with such codes
-JOINED = "kimi-linear", "qwen4exp"
+JOINED = "kimi-linear", "ling3", "qwen4exp"
 
 
 # Conv1D stays floats; Falcon-H1 has weights that its factors multiply; Mamba2 of transformers needs floats in out_proj

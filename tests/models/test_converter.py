@@ -185,6 +185,7 @@ QUANTIZED: dict[str, tuple[bool, dict[str, int]]] = {
     "qwen4exp": (False, {"text_config": MODELS["qwen4exp"][1]["text_config"] | {"linear_key_head_dim": 32,
         "linear_value_head_dim": 32, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
         "hc_lowrank": 32}}),
+    "ling3": (False, {"kv_lora_rank": 32, "v_head_dim": 16, "moe_intermediate_size": 32}),
     "kimi-linear": (False, {"kv_lora_rank": 32, "v_head_dim": 16, "moe_intermediate_size": 32, "linear_head_dim": 32}),
     "glm4-moe-lite": (False, {"q_lora_rank": 32, "kv_lora_rank": 32, "v_head_dim": 16, "moe_intermediate_size": 32}),
     "solar-open": (False, {"moe_intermediate_size": 32}), "dots1": (False, {"moe_intermediate_size": 32}),

@@ -24,11 +24,11 @@ pytest.importorskip("transformers")
 
 TOKENS = np.random.default_rng(1).integers(0, 2048, 24).tolist()
 RUN_HERE = {"glm4-moe", "glm4-moe-lite", "qwen3.5"}
-NEXTN = {"eh_proj", "enorm", "hnorm", "shared_head_norm"}
+NEXTN = {"nextn.eh_proj", "nextn.enorm", "nextn.hnorm"}
 
 
 @pytest.mark.parametrize(
-    "name", ["glm4-moe", "glm4-moe-lite", "qwen3.5", "nemotron-3-super", "glm5", "glm5-next", "deepseek3.2"]
+    "name", ["glm4-moe", "glm4-moe-lite", "qwen3.5", "nemotron-3-super", "glm5", "glm5-next", "ling3", "deepseek3.2"]
 )
 def test_a_layer_that_predicts_is_carried_with_its_codes_or_left_out(name: str, tmp_path: Path) -> None:
     write_gptq(tmp_path / "gptq", save_predicting(name, tmp_path / "float"), group_size=32)
@@ -49,7 +49,8 @@ def test_a_layer_that_predicts_is_carried_with_its_codes_or_left_out(name: str, 
     assert (with_it.metadata[f"{arch}.block_count"], with_it.metadata[f"{arch}.nextn_predict_layers"]) == (layer + 1, 1)
     assert f"{arch}.nextn_predict_layers" not in without.metadata
     own = with_it.tensors.keys() - without.tensors.keys()
-    assert {n.split(".")[3] for n in own if ".nextn." in n} >= NEXTN
+    norm = "layer_output_norm" if name == "ling3" else "nextn.shared_head_norm"
+    assert {n.removesuffix(".weight").split(".", 2)[2] for n in own} >= {*NEXTN, norm}
     assert {n.split(".")[1] for n in own} == {str(layer)}
     carried = {t.kind for t in reports[0].tensors if t.name in own and t.outcome == "codes carried"}
     assert carried >= {"attn_output"} | ({"ffn_down"} if name == "qwen3.5" else {"ffn_down_exps", "ffn_down_shexp"})
@@ -67,7 +68,7 @@ def test_a_gguf_with_a_layer_that_predicts_becomes_a_checkpoint_again(tmp_path: 
     assert failures(verify(tmp_path / "again.gguf", tmp_path / "m.gguf")) == []
 
 
-@pytest.mark.parametrize("name", ["qwen3.5", "nemotron-3-super", "glm5", "glm5-next", "deepseek3.2"])
+@pytest.mark.parametrize("name", ["qwen3.5", "nemotron-3-super", "glm5", "glm5-next", "ling3", "deepseek3.2"])
 def test_a_float_checkpoint_gets_the_same_names_and_values_back(name: str, tmp_path: Path) -> None:
     """mtp.* where the family has that, layers after the others elsewhere; the config is made of the metadata."""
     stored = load_floats(save_predicting(name, tmp_path / "float"))

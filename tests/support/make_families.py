@@ -16,6 +16,7 @@ import re
 import sys
 import tempfile
 import zlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +162,14 @@ def as_hy4(folder: Path, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[
     return published
 
 
+def as_ling3(names: Iterable[str]) -> dict[str, str]:
+    """Ling 3's names -> those of its repository: transformers saves both kinds of attention by the names of one."""
+    names = set(names)
+    linear = {name.removesuffix("A_log") for name in names if name.endswith(".attention.A_log")}
+    dense = {f"{module}dense.weight": f"{module}o_proj.weight" for module in linear}
+    return {name: dense.get(name, name) for name in names}
+
+
 def as_kimi_k3(folder: Path, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     """Kimi Linear with the keys and tensors that K3 has more."""
     config = json.loads((folder / "config.json").read_text())
@@ -224,6 +233,9 @@ def save_checkpoint(name: str, folder: Path) -> dict[str, tuple[int, ...]]:
     if name in KIMIS:  # so it is published; transformers saves networks without experts by the name of those that have
         dense = re.compile(r"block_sparse_moe\.(\w+_proj\.weight)")
         shapes = {dense.sub(r"mlp.\1", key): shape for key, shape in shapes.items()}
+    if name == "ling3":
+        published = as_ling3(shapes)
+        shapes = {published[key]: shape for key, shape in shapes.items()}
     if with_mtp:
         add_prediction(name, folder, shapes)
     if derived == "kimi-k3":
@@ -257,7 +269,7 @@ def main(llama_cpp: Path, names: list[str]) -> None:
         with tempfile.TemporaryDirectory() as where, torch.inference_mode():
             folder, out = Path(where) / "model", Path(where) / "out.gguf"
             shapes = save_checkpoint(name, folder)
-            if name in UNREADABLE:
+            if name.removesuffix(MTP) in UNREADABLE:
                 config = json.loads((folder / "config.json").read_text())
                 config |= config.get("text_config", {})
                 ModelBase.load_hparams = staticmethod(lambda *_, config=config: dict(config))

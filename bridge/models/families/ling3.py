@@ -197,7 +197,8 @@ LING3 = Family(
         "partial_rotary_factor": 1.0, "rotary_dim": None, "max_position_embeddings": 262144,
     },
     expects=(
-        SILU, NO_BIASES, Expected("no_kda_lora", (True,), written=True), Expected("kda_safe_gate", (True,), written=True),
+        SILU, NO_BIASES,
+        Expected("no_kda_lora", (True,), written=True), Expected("kda_safe_gate", (True,), written=True),
         Expected("gated_attention_proj_granularity_type", ("head_wise",), written=True),
         Expected("score_function", ("sigmoid",), written=True),
     ),
