@@ -106,6 +106,19 @@ def deepseek4_of_transformers(config: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def ling3_of_transformers(config: dict[str, Any]) -> dict[str, Any]:
+    """Ling 3's, which it saves by other names, with the size of another part as head_dim."""
+    names = {
+        "max_position_embeddings": "model_max_length", "norm_topk_prob": "moe_renormalize",
+        "n_group": "num_expert_group", "num_experts_per_tok": "num_experts_per_token",
+    }  # fmt: skip
+    config = {names.get(key, key): value for key, value in config.items()}
+    for key in ("no_kda_lora", "gated_attention_proj_granularity_type", "score_function"):
+        del config[key]
+    del config["moe_shared_expert_intermediate_size"]
+    return {**config, "architectures": ["BailingHybridForCausalLM"], "head_dim": 8, "linear_head_dim": 16}
+
+
 # what repositories have of before transformers 5: config.json, and the beginnings of names
 PUBLISHED: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], tuple[tuple[str, str], ...]]] = {
     "qwen2.5-vl": (
@@ -134,6 +147,23 @@ PUBLISHED: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], tuple[tup
     ),
     "minimax-m2": (lambda config: {**config, "rope_parameters": None, "rope_theta": 5000000.0}, ()),
     "minimax-m3": (as_saved_by_transformers, (("language_model.model.", "model.language_model."),)),
+    "ling3": (ling3_of_transformers, ()),
+    "ling3 without a list of layers": (lambda config: {**config, "layer_types": None}, ()),
+    "ling3 in memory": (
+        dict,
+        (
+            ("model.word_embeddings.", "model.embed_tokens."),
+            *(
+                (f"model.layers.{layer}.{old}", f"model.layers.{layer}.{new}")
+                for layer in range(4)
+                for old, new in (
+                    *((f"attention.{own}", f"self_attn.forget_gate.{own}") for own in ("A_log", "dt_bias", "f_proj")),
+                    ("attention.dense.", "self_attn.o_proj."), ("attention.", "self_attn."),
+                    ("mlp.gate.expert_bias", "mlp.gate.e_score_correction_bias"),
+                )
+            ),
+        ),
+    ),
     "glm4-moe": (lambda config: {**config, "num_nextn_predict_layers": 1}, ()),
     "deepseek4": (
         deepseek4_of_transformers,
@@ -245,6 +275,25 @@ def test_verify_compares_vectors_that_are_matrices_in_the_file(tmp_path: Path) -
     report = verify(tmp_path / "m.gguf", checkpoint)
     same = {t.name for t in report.tensors if t.outcome == "kept float"}
     assert {f"blk.0.ssm_{name}" for name in ("a", "d", "norm.weight")} <= same
+
+
+def test_of_ling_3_vl_the_language_model_is_converted_with_the_sections_of_its_rotation(tmp_path: Path) -> None:
+    golden = json.loads((GOLDENS / "ling3.json").read_text())
+    text = golden["config"] | {"mrope_section": [2, 1, 1]}
+    outer = {"architectures": ["BailingMoeV3VLForConditionalGeneration"], "model_type": "bailing_moe_v3_vl"}
+    golden["config"] = outer | {"text_config": text, "vision_config": {}}
+    golden["checkpoint"] = {
+        key.replace("model.", "model.language_model.", 1): v for key, v in golden["checkpoint"].items()
+    }
+    golden["checkpoint"] |= {"linear_proj.0.weight": [8, 8], "model.visual.pos_embed.weight": [8, 8]}
+    folder = write_checkpoint(golden, tmp_path / "vl")
+    report = bridge.convert(folder, tmp_path / "m.gguf", tensor_types=[(".*", "F32")])
+    assert any("linear_proj" in note for note in report.notes)
+    reader = gguf.GGUFReader(tmp_path / "m.gguf")
+    assert reader.fields["bailingmoe3.rope.dimension_sections"].contents() == [2, 1, 1, 0]
+    assert {t.name for t in reader.tensors} == golden["tensors"].keys()
+    with LlamaCpp(tmp_path / "m.gguf") as loaded:
+        assert np.isfinite(loaded.logits(TOKENS)).all()
 
 
 def test_the_int4_experts_of_kimi_k2_are_stacks_of_q4_0_bit_for_bit(tmp_path: Path) -> None:

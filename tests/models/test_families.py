@@ -30,6 +30,8 @@ CONFIG: dict[str, Any] = {
 TENSOR_NAME = re.compile(r"\b(?:model|lm_head)\.[\w.]*(?:weight|bias|inv_freq|layer_scalar|experts\.[a-z]\w+)\b")
 FULL = {"rope_type": "default", "rope_theta": 500000.0}
 LOCAL_LINEAR = {"full_attention": FULL, "sliding_attention": FULL | {"rope_type": "linear", "factor": 8.0}}
+YARN = FULL | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+LLAMA3 = YARN | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 TWO_BASES = {"full_attention": FULL, "sliding_attention": FULL | {"rope_theta": 10000.0}}
 CASES = [
     (title, json.loads(config), lines)
@@ -142,6 +144,17 @@ def test_the_docs_list_every_family_and_tell_where_it_runs() -> None:
         ("glm5-next", {"linear_attn_config": [2]}, r"linear_attn_config is \[2\], must be an object"),
         ("glm5-next", {"indexer_types": 5 * ["shared"]}, "indexer_types has shared for layer 1, before any layer"),
         ("glm5-next", {"layer_types": 5 * ["mamba"]}, "must be linear or indexed, for every layer"),
+        ("ling3", {"layer_types": ["linear_attention"]}, "must be linear_attention or full_attention, for every layer"),
+        ("ling3", {"no_kda_lora": False}, "no_kda_lora is False; llama.cpp's graph"),
+        ("ling3", {"gated_attention_proj_granularity_type": "element_wise"}, "granularity_type is 'element_wise'"),
+        ("ling3", {"kda_lower_bound": 0.0}, r"kda_lower_bound is 0\.0; must be below 0"),
+        (
+            "ling3",
+            {"mrope_section": [1, 1, 1]},
+            r"mrope_section is \[1, 1, 1\], must count the pairs of qk_rope_head_dim 8",
+        ),
+        ("ling3", {"rope_parameters": YARN | {"mscale_all_dim": 1.0}}, "mscale_all_dim 1.0, which scales all scores"),
+        ("ling3", {"rope_parameters": LLAMA3}, "rope of type 'llama3'; llama.cpp has default, linear, yarn"),
         (
             "glm5-next",
             {"mlp_layer_types": ["sparse", *4 * ["dense"]]},

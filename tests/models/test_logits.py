@@ -207,6 +207,20 @@ def test_llama_cpp_rotates_neighbours_in_hunyuan_4_as_the_note_says(tmp_path: Pa
     assert divergence_of("hy-v4", {}, tmp_path / "done") < 1e-6
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"layer_types": [*2 * ["linear_attention"], "full_attention", "linear_attention"]},
+        {"q_lora_rank": 16, "n_group": 1, "topk_group": 1, "kda_lower_bound": -2.0, "norm_topk_prob": False},
+        {"tie_word_embeddings": True, "num_shared_experts": 2, "head_dim": 32, "short_conv_kernel_size": 3},
+        {"rope_parameters": {**LLAMA3_ROPE, "rope_type": "yarn"}, "first_k_dense_replace": 4},
+    ],
+)
+def test_other_configs_of_ling_3_give_the_logits_of_transformers_in_llama_cpp(fields: dict, tmp_path: Path) -> None:
+    """Layers in an order of their own; a head beside tied embeddings; yarn, which no expert chooses by a near-tie."""
+    assert divergence_of("ling3", fields, tmp_path) < 1e-6
+
+
 def test_the_pools_that_glm_5_3s_indexer_chooses_are_those_of_transformers(tmp_path: Path) -> None:
     """8 of up to 24 in the last layer, with keys as halves in llama.cpp: most positions have no near-ties."""
     text = FAMILIES["glm5-next"][1]["text_config"]
