@@ -62,6 +62,7 @@ class Row:
                  source.shard_0 and so on
     unless       it is left out where the checkpoint has one of these tensors, whose whole names follow the layer's
     exact        the source is the tensor's whole name, without ".weight"
+    filled       it is in no checkpoint: all its elements are its factor of `Family.factors`
     name         in the GGUF, after "blk.0." in a layer, if it is not the name of gguf's map with ".weight"
     alone        its name has no "blk.0." before it: one layer at most has such a tensor
     change       how its values are changed, see `Part`
@@ -82,6 +83,7 @@ class Row:
     runs: str = ""
     unless: tuple[str, ...] = ()
     exact: bool = False
+    filled: bool = False
     name: str | None = None
     alone: bool = False
     change: str | None = None
@@ -136,13 +138,15 @@ class Family:
     model_type     its name in config.json if `architectures` is missing
     keys           the optional keys of its config.json with their defaults, see `read_arguments`
     expects        values that llama.cpp's graph assumes
-    names          its config.json's names of keys: usual name -> its name
+    names          its config.json's names of keys: usual name -> its name, or several, the one that is written first
     sizes          more names for shapes than those of `metadata`: (config, arguments) -> name -> size
     layer_sizes    sizes that differ between layers: (config, arguments) -> name -> one for each layer
-    factors        what rows of linear layers are multiplied by, see `Arguments`
+    factors        what rows of linear layers are multiplied by, see `Arguments`, and what fills vectors (`Row.filled`)
     metadata       more keys of the GGUF, and how a config.json is made of them: see `gguf_keys`
     numbers        keys of the GGUF, whole names, that list a number for each layer: key -> the checkpoint's tensor of
                    one number, with {} for the layer, and its shape
+    told           numbers of config.json that a GGUF has as vectors alone, all of whose elements they are: key -> the
+                   vector's name
     integers       keys of the GGUF, whole names, that list the integers of a tensor: key -> the checkpoint's tensor,
                    with {} for the layer
     with_integers  whether a layer has these tensors, one at most, and
@@ -182,12 +186,13 @@ class Family:
     table: tuple[Row, ...]
     keys: Mapping[str, Any] = field(default_factory=dict)
     expects: tuple[Expected, ...] = (SILU,)
-    names: Mapping[str, str] = field(default_factory=dict)
+    names: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
     sizes: Callable[[Config, Arguments], Mapping[str, int]] | None = None
     layer_sizes: Callable[[Config, Arguments], Mapping[str, Sequence[int]]] | None = None
     factors: Callable[[Config, Arguments], Mapping[str, Sequence[float]]] | None = None
     metadata: tuple[Entry, ...] = ()
     numbers: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
+    told: Mapping[str, str] = field(default_factory=dict)
     integers: Mapping[str, str] = field(default_factory=dict)
     with_integers: LayerRule = lambda _args, _layer: False
     integers_of: str = ""

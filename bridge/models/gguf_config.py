@@ -2,6 +2,7 @@
 
     config_of_gguf(metadata, names)       everything that metadata and names tell
     add_rope_factors(config, factors)     the frequencies' own divisors, which are tensors
+    add_told(config, metadata, read)      other numbers that only tensors tell
 
 The keys that all families have are in `config_of_gguf`; what one family adds is its `Family.metadata`.
 Vision models give the config of their language model, by the name that transformers has for that.
@@ -133,7 +134,8 @@ def _config(family: Family, metadata: Mapping[str, Any], names: Collection[str])
             values["first_k_dense_replace"] = get("leading_dense_block_count", 0)
     if "sliding_window" in family.keys:
         values["sliding_window"] = get("attention.sliding_window") or None
-    names_of = {**family.names, **family.written_as}
+    names_of = {key: name if isinstance(name, str) else name[0] for key, name in family.names.items()}
+    names_of |= family.written_as
     config = {names_of.get(key, key): value for key, value in values.items() if key not in family.lacks}
     if predicting := needed("block_count") - gguf_layers(metadata):
         config["num_nextn_predict_layers"] = predicting
@@ -193,6 +195,18 @@ def add_rope_factors(config: dict[str, Any], factors: Mapping[str, np.ndarray]) 
             rules["original_max_position_embeddings"] = context
             return
     raise BridgeError("rope_freqs.weight: is neither of llama3's rule nor proportional, which no config expresses")
+
+
+def add_told(config: dict[str, Any], metadata: Mapping[str, Any], read: Callable[[str], np.ndarray]) -> None:
+    """Put the numbers into the config that fill vectors of its GGUF; `read`: a tensor's values, float32, by its name.
+
+    Raises BridgeError where a vector has several values.
+    """
+    for key, name in family_of_gguf(metadata).told.items():
+        values = read(name)
+        if values.min() != values.max():
+            raise BridgeError(f"{name}: has several values, but config.json's {key} is one number")
+        config[key] = float(values[0])
 
 
 def _largest(value: Any) -> int:

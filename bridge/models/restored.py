@@ -18,6 +18,8 @@ def restored(pieces: Sequence[tuple[Part, np.ndarray]], shape: tuple[int, ...]) 
             values = values / part.factor[rows_of(part)].reshape(-1, *(1,) * (values.ndim - 1))
         if part.change == "+1":
             values = values - 1
+        elif part.change == "exp":
+            values = np.log(values)
         elif part.change == "-exp":
             values = np.log(-values)
         frame = out if part.matrix is None else out[part.matrix]

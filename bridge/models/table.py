@@ -57,7 +57,7 @@ def _all_names(family: Family, args: Arguments, alternative: str) -> dict[str, b
     names = {name.format(layer): False for name, _ in family.numbers.values() for layer in range(args.layers)}
     names |= dict.fromkeys(_integers(family, args).values(), False)
     for row in family.table:
-        if not row.when(args):
+        if row.filled or not row.when(args):
             continue
         for layer in range(args.layers + args.predicting if "{}" in row.source else 1):
             if row.layers is None or row.layers(args, layer):
@@ -132,8 +132,8 @@ class _Filled:
         # tied embeddings are one tensor, which may have been saved under either name
         embeddings = family.table[0].source
         tied = (embeddings, HEAD.source) if args.tied else ()
-        saved = next((name for name in tied if f"{name}.weight" in self.names), embeddings)
-        self.saved_as = dict.fromkeys(tied, saved)
+        saved = [name for name in tied if f"{name}.weight" in self.names] or [embeddings]
+        self.saved_as = {name: saved[0] for name in tied if name not in saved}
 
     def add_all(self) -> None:
         """Add every row of the table; BridgeError as for `add`."""
@@ -160,6 +160,12 @@ class _Filled:
     def add(self, row: Row, layer: int) -> None:
         """Add the tensor of a row in one layer, and its bias; BridgeError if it is not in the checkpoint."""
         source, shape = row.source.format(layer), self._shape(row, layer)
+        if row.filled:
+            (factor,) = self.args.factors[row.source.rpartition("{}.")[2]]
+            data = np.full(shape, factor, np.float32)
+            name = self._name(source, "weight")
+            self.tensors.append(OutlineTensor(name, shape, data=data, origin="config", fixed_type="F32"))
+            return
         block = f"blk.{layer}." if "{}" in row.source and not row.alone else ""
         name = f"{block}{row.name}" if row.name else ""
         parts = self._runs(row, source, shape, name) if row.runs else self._parts(row, layer, shape)

@@ -263,7 +263,8 @@ class Placement:
         if alpha is not None and hasattr(module, "limit"):
             activation: Any = ClampedSwiglu(alpha, module.limit)
         elif len(parts) == 3:
-            activation = Gated(module.act_fn, getattr(module, "limit", None))
+            limit = getattr(module, "limit", getattr(module, "swiglu_limit", None))
+            activation = Gated(getattr(module, "act_fn", nn.functional.silu), limit)
         else:
             activation = Fused(Gated(module.act_fn)) if "ffn_gate_up_exps" in stacks else module.act_fn
         biases = None

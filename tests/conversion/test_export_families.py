@@ -20,7 +20,7 @@ from bridge.models.families import ALL
 from bridge.models.gguf_config import family_of_gguf
 from bridge.models.towers.tower import TOWER_NAME
 from tests.support.encode import load_floats
-from tests.support.family_models import MODELS, copy_tokenizer, new_model, randomized
+from tests.support.family_models import MODELS, OF_PARTS_ONLY, copy_tokenizer, new_model, randomized
 from tests.support.remote_models import REMOTE
 
 torch = pytest.importorskip("torch")
@@ -31,6 +31,7 @@ TOKENS = torch.from_numpy(np.random.default_rng(1).integers(0, 300, (1, 40)))  #
 UNSAID: dict[str, dict[str, Any]] = {
     "gpt-oss": {"rope_parameters": {**MODELS["gpt-oss"][1]["rope_parameters"], "truncate": False}},
 }
+NOT_ALONE = ("minimax-m3", *OF_PARTS_ONLY)  # transformers has no names of their language models alone
 PLAIN = ["falcon-h1", "gemma4-moe", "nemotron-h"]  # others are of `make test-all`
 
 
@@ -76,8 +77,7 @@ def loaded(folder: Path) -> Any:
     return model.eval()
 
 
-# transformers has no names of MiniMax M3's language model alone; no key tells how large Laguna M's gates are
-@pytest.mark.parametrize("name", families("minimax-m3", "laguna-m"))
+@pytest.mark.parametrize("name", families(*NOT_ALONE))
 def test_floats_have_the_logits_of_the_checkpoint_that_the_gguf_came_from(name: str, tmp_path: Path) -> None:
     path = gguf_of(name, tmp_path, "F32")
     bridge.export(path, tmp_path / "new", dtype="F32")
@@ -86,11 +86,11 @@ def test_floats_have_the_logits_of_the_checkpoint_that_the_gguf_came_from(name: 
 
 
 # of floats that it joins, transformers (5.24) finds none in checkpoints with such codes
-JOINED = "kimi-linear", "qwen4exp"
+JOINED = "kimi-linear", "ling3", "qwen4exp"
 
 
 # Conv1D stays floats; Falcon-H1 has weights that its factors multiply; Mamba2 of transformers needs floats in out_proj
-@pytest.mark.parametrize("name", families("gpt2", "falcon-h1", "mamba2", "minimax-m3", "laguna-m", *JOINED))
+@pytest.mark.parametrize("name", families("gpt2", "falcon-h1", "mamba2", *NOT_ALONE, *JOINED))
 def test_layers_with_codes_have_the_logits_of_the_gguf(name: str, tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors")
     path = gguf_of(name, tmp_path, "Q8_0", **wide_experts(name, 32))
@@ -138,8 +138,8 @@ def whole_models() -> list[Any]:
     names = [name for name, (_, fields) in MODELS.items() if "text_config" in fields]
     formats = {name: ("floats", "compressed-tensors") for name in names} | {
         "qwen3-vl-moe": ("floats",),
-        "minimax-m3": ("floats",), "qwen4exp": ("floats",),
-    }  # fmt: skip
+        **dict.fromkeys(("minimax-m3", "qwen4exp", *OF_PARTS_ONLY), ("floats",)),
+    }
     cases = [(name, format, tower) for name in names for format in formats[name] for tower in (True, False)]
     plain = [("mistral3", "floats", False)]
     return [case if case in plain else pytest.param(*case, marks=pytest.mark.exhaustive) for case in cases]

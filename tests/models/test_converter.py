@@ -113,6 +113,19 @@ def deepseek4_of_transformers(config: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def ling3_of_transformers(config: dict[str, Any]) -> dict[str, Any]:
+    """Ling 3's, which it saves by other names, with the size of another part as head_dim."""
+    names = {
+        "max_position_embeddings": "model_max_length", "norm_topk_prob": "moe_renormalize",
+        "n_group": "num_expert_group", "num_experts_per_tok": "num_experts_per_token",
+    }  # fmt: skip
+    config = {names.get(key, key): value for key, value in config.items()}
+    for key in ("no_kda_lora", "gated_attention_proj_granularity_type", "score_function"):
+        del config[key]
+    del config["moe_shared_expert_intermediate_size"]
+    return {**config, "architectures": ["BailingHybridForCausalLM"], "head_dim": 8, "linear_head_dim": 16}
+
+
 # what repositories have of before transformers 5: config.json, and the beginnings of names
 PUBLISHED: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], tuple[tuple[str, str], ...]]] = {
     "qwen2.5-vl": (
@@ -149,6 +162,23 @@ PUBLISHED: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], tuple[tup
     ),
     "minimax-m2": (lambda config: {**config, "rope_parameters": None, "rope_theta": 5000000.0}, ()),
     "minimax-m3": (as_saved_by_transformers, (("language_model.model.", "model.language_model."),)),
+    "ling3": (ling3_of_transformers, ()),
+    "ling3 without a list of layers": (lambda config: {**config, "layer_types": None}, ()),
+    "ling3 in memory": (
+        dict,
+        (
+            ("model.word_embeddings.", "model.embed_tokens."),
+            *(
+                (f"model.layers.{layer}.{old}", f"model.layers.{layer}.{new}")
+                for layer in range(4)
+                for old, new in (
+                    *((f"attention.{own}", f"self_attn.forget_gate.{own}") for own in ("A_log", "dt_bias", "f_proj")),
+                    ("attention.dense.", "self_attn.o_proj."), ("attention.", "self_attn."),
+                    ("mlp.gate.expert_bias", "mlp.gate.e_score_correction_bias"),
+                )
+            ),
+        ),
+    ),
     "glm4-moe": (lambda config: {**config, "num_nextn_predict_layers": 1}, ()),
     "deepseek4": (
         deepseek4_of_transformers,
@@ -204,6 +234,7 @@ QUANTIZED: dict[str, tuple[bool, dict[str, int]]] = {
     "qwen4exp": (False, {"text_config": MODELS["qwen4exp"][1]["text_config"] | {"linear_key_head_dim": 32,
         "linear_value_head_dim": 32, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
         "hc_lowrank": 32}}),
+    "ling3": (False, {"kv_lora_rank": 32, "v_head_dim": 16, "moe_intermediate_size": 32}),
     "kimi-linear": (False, {"kv_lora_rank": 32, "v_head_dim": 16, "moe_intermediate_size": 32, "linear_head_dim": 32}),
     "glm4-moe-lite": (False, {"q_lora_rank": 32, "kv_lora_rank": 32, "v_head_dim": 16, "moe_intermediate_size": 32}),
     "exaone-moe": (False, {"moe_intermediate_size": 32}),
@@ -212,7 +243,7 @@ QUANTIZED: dict[str, tuple[bool, dict[str, int]]] = {
     "mimo2": (False, {"moe_intermediate_size": 32}), "ling": (False, {}),
     "ling2": (False, {"moe_intermediate_size": 32}),
     "solar-open": (False, {"moe_intermediate_size": 32}), "dots1": (False, {"moe_intermediate_size": 32}),
-    "hunyuan-moe": (False, {}), "minimax-m2": (False, {}), "minimax-m3": (False, {}),
+    "hunyuan-moe": (False, {}), "hy-v4": (False, {}), "minimax-m2": (False, {}), "minimax-m3": (False, {}),
     "granite-4": (False, {}), "gemma4": (False, {"hidden_size_per_layer_input": 32}),
     "gemma4-dense": (True, {}), "gemma4-unified": (True, {}), "llama4": (False, {"intermediate_size": 64}),
     "phimoe": (False, {}), "nemotron-h": (False, {"intermediate_size": 96}),
@@ -223,6 +254,7 @@ QUANTIZED: dict[str, tuple[bool, dict[str, int]]] = {
     "gemma3n": (False, {"intermediate_size": 4096}), "mamba2": (False, {}), "jamba": (False, {"mamba_dt_rank": 32}),
     "falcon-h1": (True, {}), "apertus": (True, {}), "deepseek4": (False, {}),
     "glm5": (False, {"q_lora_rank": 32, "kv_lora_rank": 32, "v_head_dim": 16, "moe_intermediate_size": 32}),
+    "glm5-next": (False, {}), "muse-glimmer": (True, {}),
     "deepseek3.2": (False, {"q_lora_rank": 32, "kv_lora_rank": 32, "v_head_dim": 16, "moe_intermediate_size": 32}),
 }  # fmt: skip
 
@@ -250,7 +282,7 @@ def test_a_quantized_familys_codes_are_carried_and_its_weights_are_the_checkpoin
     }
     assert {*carried.values()} == {"codes carried"}
     assert len(carried) > 3 or act_order
-    if name == "phimoe" or name in REMOTE:  # the former llama.cpp computes otherwise, the others transformers lacks
+    if name in ("phimoe", "hy-v4") or name in REMOTE:  # which llama.cpp computes otherwise, or transformers lacks
         return
     bridge.convert(tmp_path / "gptq", tmp_path / "f.gguf", tensor_types=[(".*", "F32")], mmproj_type="none")
     reference = dequantized(tmp_path / "reference", tmp_path / "float", stored)
@@ -267,6 +299,25 @@ def test_verify_compares_vectors_that_are_matrices_in_the_file(tmp_path: Path) -
     report = verify(tmp_path / "m.gguf", checkpoint)
     same = {t.name for t in report.tensors if t.outcome == "kept float"}
     assert {f"blk.0.ssm_{name}" for name in ("a", "d", "norm.weight")} <= same
+
+
+def test_of_ling_3_vl_the_language_model_is_converted_with_the_sections_of_its_rotation(tmp_path: Path) -> None:
+    golden = json.loads((GOLDENS / "ling3.json").read_text())
+    text = golden["config"] | {"mrope_section": [2, 1, 1]}
+    outer = {"architectures": ["BailingMoeV3VLForConditionalGeneration"], "model_type": "bailing_moe_v3_vl"}
+    golden["config"] = outer | {"text_config": text, "vision_config": {}}
+    golden["checkpoint"] = {
+        key.replace("model.", "model.language_model.", 1): v for key, v in golden["checkpoint"].items()
+    }
+    golden["checkpoint"] |= {"linear_proj.0.weight": [8, 8], "model.visual.pos_embed.weight": [8, 8]}
+    folder = write_checkpoint(golden, tmp_path / "vl")
+    report = bridge.convert(folder, tmp_path / "m.gguf", tensor_types=[(".*", "F32")])
+    assert any("linear_proj" in note for note in report.notes)
+    reader = gguf.GGUFReader(tmp_path / "m.gguf")
+    assert reader.fields["bailingmoe3.rope.dimension_sections"].contents() == [2, 1, 1, 0]
+    assert {t.name for t in reader.tensors} == golden["tensors"].keys()
+    with LlamaCpp(tmp_path / "m.gguf") as loaded:
+        assert np.isfinite(loaded.logits(TOKENS)).all()
 
 
 def test_the_int4_experts_of_kimi_k2_are_stacks_of_q4_0_bit_for_bit(tmp_path: Path) -> None:
@@ -342,6 +393,22 @@ def test_gemma_3ns_tokens_without_an_input_of_their_own_have_that_of_the_first(t
     stored = values_of(name, (2000, golden["checkpoint"][name][1]))
     tensors = {t.name: t.data for t in gguf.GGUFReader(tmp_path / "m.gguf").tensors}
     assert np.array_equal(tensors["per_layer_token_embd.weight"], np.concatenate([stored, *48 * [stored[:1]]]))
+
+
+def test_a_graph_that_needs_a_head_gets_the_checkpoints_where_it_is_there(tmp_path: Path) -> None:
+    """Beside embeddings that are tied by the config of the language model alone; else it gets these."""
+    golden = json.loads((GOLDENS / "muse-glimmer.json").read_text())
+    golden["config"]["text_config"]["tie_word_embeddings"] = True
+    for name, head in (("both", "lm_head.weight"), ("one", "model.language_model.embed_tokens.weight")):
+        bridge.convert(
+            write_checkpoint(golden, tmp_path / name),
+            tmp_path / f"{name}.gguf",
+            tensor_types=[(".*", "F32")],
+            mmproj_type="none",
+        )
+        tensors = {t.name: t.data for t in gguf.GGUFReader(tmp_path / f"{name}.gguf").tensors}
+        assert np.array_equal(tensors["output.weight"], values_of(head, tensors["output.weight"].shape))
+        golden["checkpoint"].pop("lm_head.weight", None)
 
 
 def test_a_number_of_an_activation_that_is_none_is_refused(tmp_path: Path) -> None:

@@ -31,8 +31,9 @@ CONFIG: dict[str, Any] = {
 TENSOR_NAME = re.compile(r"\b(?:model|lm_head)\.[\w.]*(?:weight|bias|inv_freq|layer_scalar|experts\.[a-z]\w+)\b")
 FULL = {"rope_type": "default", "rope_theta": 500000.0}
 LOCAL_LINEAR = {"full_attention": FULL, "sliding_attention": FULL | {"rope_type": "linear", "factor": 8.0}}
-LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+LLAMA3 = FULL | {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64}  # fmt: skip
+YARN = FULL | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 TWO_BASES = {"full_attention": FULL, "sliding_attention": FULL | {"rope_theta": 10000.0}}
 GUESSES = "as [`--draft`](#drafters), on the CPU"  # where drafters run
 CASES = [
@@ -171,6 +172,33 @@ def test_the_docs_list_every_family_and_tell_where_it_runs() -> None:
         ("deepseek4", {"compress_ratios": [0, 4, 8, 4]}, "must be 0, 4 or 128 in every layer"),
         ("deepseek4", {"mlp_layer_types": ["moe", "hash_moe", "moe", "moe"]}, "hash_moe in first layers only"),
         ("deepseek4", {"hc_mult": 2}, "hc_mult is 2"),
+        ("glm5-next", {"qk_rope_head_dim": 8}, "qk_rope_head_dim is 8; llama.cpp rotates nothing here"),
+        ("glm5-next", {"index_topk": 30}, "index_topk is 30 with index_kpool 4; llama.cpp chooses pools of two"),
+        ("glm5-next", {"linear_attn_config": {"num_heads": 2}}, "linear attention has 2 heads, other layers 4"),
+        ("glm5-next", {"linear_attn_config": [2]}, r"linear_attn_config is \[2\], must be an object"),
+        ("glm5-next", {"indexer_types": 5 * ["shared"]}, "indexer_types has shared for layer 1, before any layer"),
+        ("glm5-next", {"layer_types": 5 * ["mamba"]}, "must be linear or indexed, for every layer"),
+        ("ling3", {"layer_types": ["linear_attention"]}, "must be linear_attention or full_attention, for every layer"),
+        ("ling3", {"no_kda_lora": False}, "no_kda_lora is False; llama.cpp's graph"),
+        ("ling3", {"gated_attention_proj_granularity_type": "element_wise"}, "granularity_type is 'element_wise'"),
+        ("ling3", {"kda_lower_bound": 0.0}, r"kda_lower_bound is 0\.0; must be below 0"),
+        (
+            "ling3",
+            {"mrope_section": [1, 1, 1]},
+            r"mrope_section is \[1, 1, 1\], must count the pairs of qk_rope_head_dim 8",
+        ),
+        ("ling3", {"rope_parameters": YARN | {"mscale_all_dim": 1.0}}, "mscale_all_dim 1.0, which scales all scores"),
+        ("ling3", {"rope_parameters": LLAMA3}, "rope of type 'llama3'; llama.cpp has default, linear, yarn"),
+        (
+            "glm5-next",
+            {"mlp_layer_types": ["sparse", *4 * ["dense"]]},
+            "llama.cpp has experts in all of 5 layers after",
+        ),
+        ("muse-glimmer", {"layer_types": 5 * ["chunked_attention"]}, "must be full or sliding, for every layer"),
+        ("muse-glimmer", {"layer_rope_theta": 5 * [10000.0]}, "llama.cpp rotates in the layers with a window"),
+        ("muse-glimmer", {"rope_parameters": FULL | {"rope_type": "linear", "factor": 8.0}}, "rope of type 'linear'"),
+        ("hy-v4", {"indexer_types": ["shared", "full", "full", "full"]}, "and full for the first"),
+        ("hy-v4", {"tie_word_embeddings": True}, "tie_word_embeddings is True; llama.cpp's graph needs a head"),
         ("dots1", {"num_key_value_heads": 2}, "num_key_value_heads is 2"),
         ("granite-4", {"mamba_n_heads": 5}, "64 elements of a Mamba layer in 5 heads"),
         ("granite-4", {"position_embedding_type": "rope"}, "position_embedding_type is 'rope'"),

@@ -6,10 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from bridge.errors import BridgeError
 from bridge.models import describe_model
-from bridge.models.gguf_config import ROPE_FACTORS, add_rope_factors, config_of_gguf
+from bridge.models.gguf_config import ROPE_FACTORS, add_rope_factors, add_told, config_of_gguf
 from bridge.models.outline import Outline
 from tests.models.test_families import CASES, CONFIG, TENSOR_NAME
 from tests.support.drafter_models import DRAFTERS
@@ -38,6 +40,7 @@ OTHERS: dict[str, set[str]] = {
     "gpt2": {"n_inner"},  # null
     "granite-4": {"max_position_embeddings"}, "mamba2": {"max_position_embeddings"},
     "hunyuan": {"max_position_embeddings", "rope_theta", "rope_type"}, "hunyuan-moe": {"moe_topk", "num_shared_expert"},
+    "hy-v4": {"num_key_value_heads"},  # which its attention does not have
     "lfm2": {"intermediate_size", "block_auto_adjust_ff_dim"},
     "nemotron-3-super": LAYERS, "nemotron-3-super-mtp": LAYERS, "nemotron-h-moe": LAYERS,
     "qwen4exp": {"ngram_vocab_size_base", "split_ngram_parts"},  # the first prime; by the size of the table
@@ -68,10 +71,18 @@ def own_keys(outline: Outline) -> dict[str, Any]:
 
 def config_of(outline: Outline) -> dict[str, Any]:
     tensors = {tensor.name: tensor for tensor in outline.tensors}
-    config = config_of_gguf({key: field.value for key, field in outline.metadata.items()}, tensors)
+    metadata = {key: field.value for key, field in outline.metadata.items()}
+    config = config_of_gguf(metadata, tensors)
+    add_told(config, metadata, lambda name: tensors[name].data)
     factors = {name: tensors[f"{name}.weight"].data for name in ROPE_FACTORS if f"{name}.weight" in tensors}
     add_rope_factors(config, {name: data for name, data in factors.items() if data is not None})
     return config
+
+
+def test_a_vector_of_several_values_is_no_number_of_a_config() -> None:
+    metadata = {"general.architecture": "muse-glimmer"}
+    with pytest.raises(BridgeError, match=r"blk\.0\.attn_q_norm\.weight: has several values, but .* qk_scale_factor"):
+        add_told({}, metadata, lambda _name: np.array([1, 2], np.float32))
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -150,8 +150,8 @@ def test_llama_cpp_gives_the_logits_of_transformers(name: str, tmp_path: Path) -
     assert np.abs(reference - logits).max() < 1e-2 * np.abs(reference).max()
 
 
-def divergence_of(name: str, fields: dict, folder: Path) -> float:
-    """Of a family's model of random weights, between transformers and its float GGUF in llama.cpp."""
+def logits_of(name: str, fields: dict, folder: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Of a family's model of random weights in transformers, and of its float GGUF in llama.cpp."""
     model = randomized(new_model(name, **fields))
     model.save_pretrained(folder / "model", save_original_format=True)
     bridge.convert(
@@ -160,10 +160,15 @@ def divergence_of(name: str, fields: dict, folder: Path) -> float:
     tokens = np.random.default_rng(1).integers(0, 2048, OWN_LENGTH.get(name, LENGTH)).tolist()
     with LlamaCpp(folder / "m.gguf", n_ctx=256, flash=name in SPARSE) as loaded:
         logits = loaded.logits(tokens)
-    return divergence(reference_logits(model, tokens), logits)
+    return reference_logits(model, tokens), logits
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "phimoe"])
+def divergence_of(name: str, fields: dict, folder: Path) -> float:
+    """Between `logits_of`."""
+    return divergence(*logits_of(name, fields, folder))
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in ("phimoe", "hy-v4")])
 def test_a_familys_checkpoint_gives_the_logits_of_transformers_in_llama_cpp(name: str, tmp_path: Path) -> None:
     """What is taken over by value: factors, caps, windows (of 32 tokens, fewer than are compared), routers."""
     kl = divergence_of(name, FIELDS.get(name, {}), tmp_path)
@@ -185,6 +190,46 @@ def test_llama_cpp_computes_phi_moe_otherwise_as_the_note_says(tmp_path: Path, m
     monkeypatch.setattr(modeling_phimoe, "sparsemixer", softmax)
     monkeypatch.setattr(torch.nn.LayerNorm, "forward", rms_norm)
     assert divergence_of("phimoe", {}, tmp_path / "done") < 1e-6
+
+
+def test_llama_cpp_rotates_neighbours_in_hunyuan_4_as_the_note_says(tmp_path: Path, monkeypatch: Any) -> None:
+    """The file is right: with these rotated, transformers' logits are the same."""
+    from transformers.models.hy_v4 import modeling_hy_v4
+
+    rotate = modeling_hy_v4.apply_rotary_pos_emb
+
+    def by_neighbours(q: Any, k: Any, *angles: Any, **how: Any) -> Any:
+        halves = (torch.cat([x[..., ::2], x[..., 1::2]], -1) for x in (q, k))
+        return rotate(*halves, *angles, **how)
+
+    assert divergence_of("hy-v4", {}, tmp_path / "said") > 1e-2
+    monkeypatch.setattr(modeling_hy_v4, "apply_rotary_pos_emb", by_neighbours)
+    assert divergence_of("hy-v4", {}, tmp_path / "done") < 1e-6
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"layer_types": [*2 * ["linear_attention"], "full_attention", "linear_attention"]},
+        {"q_lora_rank": 16, "n_group": 1, "topk_group": 1, "kda_lower_bound": -2.0, "norm_topk_prob": False},
+        {"tie_word_embeddings": True, "num_shared_experts": 2, "head_dim": 32, "short_conv_kernel_size": 3},
+        {"rope_parameters": {**LLAMA3_ROPE, "rope_type": "yarn"}, "first_k_dense_replace": 4},
+    ],
+)
+def test_other_configs_of_ling_3_give_the_logits_of_transformers_in_llama_cpp(fields: dict, tmp_path: Path) -> None:
+    """Layers in an order of their own; a head beside tied embeddings; yarn, which no expert chooses by a near-tie."""
+    assert divergence_of("ling3", fields, tmp_path) < 1e-6
+
+
+def test_the_pools_that_glm_5_3s_indexer_chooses_are_those_of_transformers(tmp_path: Path) -> None:
+    """8 of up to 24 in the last layer, with keys as halves in llama.cpp: most positions have no near-ties."""
+    text = FAMILIES["glm5-next"][1]["text_config"]
+    kinds = [*4 * ["linear_attention"], "indexed_attention"]
+    model, logits = logits_of(
+        "glm5-next", {"text_config": {**text, "index_topk": 32, "layer_types": kinds, "indexer_types": None}}, tmp_path
+    )
+    kl = [divergence(*pair) for pair in zip(model[40:, None], logits[40:, None], strict=True)]
+    assert np.mean(np.array(kl) < 1e-6) > 0.7
 
 
 @pytest.mark.exhaustive

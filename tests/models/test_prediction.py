@@ -12,6 +12,7 @@ from bridge.cli import main
 from bridge.conversion.writing.verify import failures, verify
 from bridge.errors import BridgeError
 from bridge.gguf_file.reader import read_gguf
+from bridge.models.wrapper import text_names
 from bridge.runtime.config.config_reader import read_config
 from bridge.runtime.decoder.prediction import agreement, read_prediction
 from bridge.runtime.replies.perplexity import cut_windows
@@ -24,28 +25,19 @@ pytest.importorskip("transformers")
 
 TOKENS = np.random.default_rng(1).integers(0, 2048, 24).tolist()
 RUN_HERE = {"glm4-moe", "glm4-moe-lite", "qwen3.5", "exaone-moe", "cohere2-moe", "hy3"}
-NEXTN = {"eh_proj", "enorm", "hnorm", "shared_head_norm"}
+NEXTN = {"nextn.eh_proj", "nextn.enorm", "nextn.hnorm"}
+PREDICTING = ["qwen3.5", "nemotron-3-super", "glm5", "glm5-next", "ling3", "deepseek3.2", "exaone-moe", "hy3"]
 
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "glm4-moe",
-        "glm4-moe-lite",
-        "qwen3.5",
-        "nemotron-3-super",
-        "glm5",
-        "deepseek3.2",
-        "exaone-moe",
-        "cohere2-moe",
-        "hy3",
-    ],
+    ["glm4-moe", "glm4-moe-lite", "cohere2-moe", *PREDICTING],
 )
 def test_a_layer_that_predicts_is_carried_with_its_codes_or_left_out(name: str, tmp_path: Path) -> None:
     write_gptq(tmp_path / "gptq", save_predicting(name, tmp_path / "float"), group_size=32)
     files, logits = [tmp_path / "with.gguf", tmp_path / "without.gguf"], []
     reports = [
-        bridge.convert(tmp_path / "gptq", file, type="exact", no_mtp=no_mtp)
+        bridge.convert(tmp_path / "gptq", file, type="exact", no_mtp=no_mtp, mmproj_type="none")
         for file, no_mtp in zip(files, (False, True), strict=True)
     ]
     for file in files:
@@ -60,7 +52,8 @@ def test_a_layer_that_predicts_is_carried_with_its_codes_or_left_out(name: str, 
     assert (with_it.metadata[f"{arch}.block_count"], with_it.metadata[f"{arch}.nextn_predict_layers"]) == (layer + 1, 1)
     assert not without.metadata.get(f"{arch}.nextn_predict_layers")
     own = with_it.tensors.keys() - without.tensors.keys()
-    assert {n.split(".")[3] for n in own if ".nextn." in n} >= NEXTN
+    norm = "layer_output_norm" if name == "ling3" else "nextn.shared_head_norm"
+    assert {n.removesuffix(".weight").split(".", 2)[2] for n in own} >= {*NEXTN, norm}
     assert {n.split(".")[1] for n in own} == {str(layer)}
     carried = {t.kind for t in reports[0].tensors if t.name in own and t.outcome == "codes carried"}
     dense = name in ("qwen3.5", "exaone-moe")
@@ -79,11 +72,12 @@ def test_a_gguf_with_a_layer_that_predicts_becomes_a_checkpoint_again(tmp_path: 
     assert failures(verify(tmp_path / "again.gguf", tmp_path / "m.gguf")) == []
 
 
-@pytest.mark.parametrize("name", ["qwen3.5", "nemotron-3-super", "glm5", "deepseek3.2", "exaone-moe", "hy3"])
+@pytest.mark.parametrize("name", PREDICTING)
 def test_a_float_checkpoint_gets_the_same_names_and_values_back(name: str, tmp_path: Path) -> None:
     """mtp.* where the family has that, layers after the others elsewhere; the config is made of the metadata."""
-    weights = load_floats(save_predicting(name, tmp_path / "float"))
-    bridge.convert(tmp_path / "float", tmp_path / "m.gguf", tensor_types=[(".*", "F32")])
+    stored = load_floats(save_predicting(name, tmp_path / "float"))
+    weights = {inner: stored[whole] for inner, whole in text_names(stored)[0].items()}
+    bridge.convert(tmp_path / "float", tmp_path / "m.gguf", tensor_types=[(".*", "F32")], mmproj_type="none")
     bridge.export(tmp_path / "m.gguf", tmp_path / "back", dtype="F32")
     back = load_floats(tmp_path / "back")
     assert back.keys() == weights.keys()

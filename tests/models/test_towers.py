@@ -183,6 +183,14 @@ def test_what_is_done_to_images_must_be_known(tmp_path: Path) -> None:
         bridge.convert(folder, tmp_path / "m.gguf")
 
 
+def test_the_tokens_of_an_image_must_be_known_where_llama_cpp_has_no_default(tmp_path: Path) -> None:
+    folder = write_checkpoint(golden_of("glm5-next"), tmp_path / "glm5-next")
+    settings = {key: value for key, value in PROCESSOR.items() if key != "max_image_tokens"}
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+    with pytest.raises(BridgeError, match=r"max_image_tokens is None, must be a number of tokens; take .*'none'"):
+        bridge.convert(folder, tmp_path / "m.gguf")
+
+
 def test_the_tower_can_be_left_out_and_files_are_not_replaced(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -251,7 +259,7 @@ def test_every_tower_has_a_golden() -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["gemma3", "pixtral", "minimax-m3", "glm4v-moe"])
+@pytest.mark.parametrize("name", ["gemma3", "pixtral", "minimax-m3", "glm4v-moe", "glm5-next"])
 def test_llama_cpps_embeddings_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     pytest.importorskip("transformers")
@@ -261,7 +269,7 @@ def test_llama_cpps_embeddings_are_those_of_transformers(name: str, tmp_path: Pa
     model = randomized(new_model(name))
     save_checkpoint(name, tmp_path / name, model)
     bridge.convert(tmp_path / name, tmp_path / "m.gguf", tensor_types=[(".*", "F32")], mmproj_type="F32")
-    merged = name in ("minimax-m3", "glm4v-moe")
+    merged = name in ("minimax-m3", "glm4v-moe", "glm5-next")
     side = 84 if merged else 56  # llama.cpp enlarges smaller ones for these
     image = np.random.default_rng(0).integers(0, 255, (side, side, 3), dtype=np.uint8)
     pixels = (image / 255 - PROCESSOR["image_mean"]) / PROCESSOR["image_std"]

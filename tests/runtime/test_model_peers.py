@@ -30,7 +30,9 @@ from tests.support.random_blocks import random_matrix
 torch = pytest.importorskip("torch")
 
 WINDOWS, WINDOW = 3, 256
-LEFT_TO_LLAMA_CPP = {"deepseek4", "laguna", "laguna-m", "dots3-note", "qwen4exp"}
+LEFT_TO_LLAMA_CPP = {
+    "deepseek4", "dots3-note", "glm5-next", "hy-v4", "laguna", "laguna-m", "ling3", "muse-glimmer", "qwen4exp",
+}  # fmt: skip
 FIELDS = OF_LOGITS | {"minimax-m3": ALL_BLOCKS}
 LIMITS = {
     "deepseek2-lite": (1e-3, 1e-3, 1e-3), "deepseek3": (1e-6, 1e-6, 1e-5), "glm4-moe-lite": (1e-6, 1e-6, 1e-5),

@@ -57,6 +57,14 @@ LATENT: dict[str, Any] = {
     "num_key_value_heads": 4, "index_n_heads": 2, "index_head_dim": 64, "index_topk": 256,
 }  # fmt: skip
 
+NEXT: dict[str, Any] = {
+    **LATENT, "q_lora_rank": 32, "kv_lora_rank": 32, "v_head_dim": 16, "moe_intermediate_size": 32,
+    "num_hidden_layers": 5, "qk_rope_head_dim": 0, "index_kpool": 4, "swiglu_limit": 1.0,
+    "linear_head_dim": 8, "linear_num_heads": 4, "indexer_types": ["full", "full", "shared", "full", "full"],
+    "layer_types": [f"{kind}_attention" for kind in ("linear", "indexed", "indexed", "linear", "indexed")],
+    "mlp_layer_types": ["dense", *4 * ["sparse"]],
+}  # fmt: skip
+
 V4: dict[str, Any] = {
     "num_hidden_layers": 4, "head_dim": 32, "num_key_value_heads": 1, "q_lora_rank": 32, "moe_intermediate_size": 32,
     "intermediate_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2, "num_hash_layers": 1,
@@ -148,6 +156,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12, "num_experts": 4, "num_experts_per_token": 2,
         "moe_intermediate_size": 16, "num_key_value_heads": 4, "linear_num_heads": 4, "linear_head_dim": 16,
         "layer_types": [*3 * ["linear_attention"], "full_attention"]}),
+    "ling3": ("BailingHybridConfig", {"num_hidden_layers": 4, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8, "v_head_dim": 12, "head_dim": 16, "layer_group_size": 2, "num_local_experts": 8,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 4, "topk_group": 2, "num_mtp_layers": 0,
+        "num_key_value_heads": 4, "first_k_dense_replace": 1, "rms_norm_eps": 1e-6}),
     "glm4v-moe": ("Glm4vMoeConfig", wrapped("glm4v_moe_text", VISION, head_dim=8, attention_bias=True,
         n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, num_hidden_layers=3, n_group=1,
         topk_group=1, rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 0],
@@ -225,10 +237,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "laguna-m": ("LagunaConfig", {"head_dim": 16, "num_hidden_layers": 3, "num_experts": 4, "num_experts_per_tok": 2,
         "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "gating": "per-element",
         "sliding_window": 0, "layer_types": 3 * ["full_attention"]}),
+    "hy-v4": ("HYV4Config", {**LATENT, "num_hidden_layers": 4, "q_lora_rank": 32, "kv_lora_rank": 32, "v_head_dim": 16,
+        "moe_intermediate_size": 32, "swiglu_limit": 1.0, "hc_magnitude": 1.5, "rms_norm_eps": 1e-6,
+        "indexer_types": ["full", "shared", "full", "shared"]}),
     "minimax-m2": ("MiniMaxM2Config", {"head_dim": 16, "rotary_dim": 8, "num_local_experts": 4,
         "num_experts_per_tok": 2, "intermediate_size": 32}),
     "minimax-m3": ("MiniMaxM3VLConfig", {"projector_hidden_size": 16, **wrapped("minimax_m3_vl_text",
         {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}, **M3)}),
+    "muse-glimmer": ("MuseGlimmerConfig", {**wrapped("muse_glimmer_text", {"num_hidden_layers": 1, "hidden_size": 32,
+        "intermediate_size": 16, "num_attention_heads": 2}, num_hidden_layers=5, head_dim=16, sliding_window=32,
+        output_multiplier=0.5), "out_hidden_size": 128, "projector_hidden_size": 16}),
     "gemma4": ("Gemma4TextConfig", {**GEMMA4, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 2048,
         "num_kv_shared_layers": 2, "use_double_wide_mlp": True, "per_layer_config": {
             str(layer): {"head_dim": 32} for layer in (1, 3)}}),
@@ -276,6 +294,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "ssm_in_multiplier": 1.26, "ssm_out_multiplier": 0.24, "ssm_multipliers": [0.35, 0.25, 0.18, 0.5, 0.35]}),
     "glm5": ("GlmMoeDsaConfig", {**LATENT, "num_hidden_layers": 4, "rope_parameters": {"rope_type": "default",
         "rope_theta": 1000000.0}}),
+    "glm5-next": ("Glm5NextConfig", wrapped("glm5_next_text", VISION, **NEXT)),
     "deepseek3.2": ("DeepseekV32Config", {**LATENT, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1,
         "rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0,
             "original_max_position_embeddings": 64, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0,
@@ -287,6 +306,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 # a MiniMax M3 that attends to all of 96 tokens, as it does where an indexer chooses no fewer
 ALL_BLOCKS = {"text_config": MODELS["minimax-m3"][1]["text_config"] | {"index_topk_blocks": 3}}
+# of whose language models alone transformers has no class
+OF_PARTS_ONLY = ("glm5-next", "muse-glimmer")
 # what transformers names otherwise than the published config.json
 PUBLISHED_AS: dict[str, dict[str, str]] = {
     "phimoe": {"PhimoeForCausalLM": "PhiMoEForCausalLM"},
@@ -303,6 +324,13 @@ PUBLISHED_AS: dict[str, dict[str, str]] = {
     },
     "gemma4-unified": {'"hidden_activation"': '"moe_intermediate_size": null, "hidden_activation"'},
     "granite-swa": {'"layer_rope_theta": [': '"no_rope_layers": [0, 1, 1, 1], "layer_rope_theta": ['},
+    "glm5-next": {
+        '"linear_conv_kernel_dim": 4,': '"mla_use_nope": true, "first_k_dense_replace": 1, "linear_attn_config": '
+        '{"num_heads": 4, "head_dim": 8, "short_conv_kernel_size": 4, "gate_lower_bound": -5.0},',
+        '"linear_head_dim": 8,': "",
+        '"linear_lower_bound": -5.0,': "",
+        '"linear_num_heads": 4,': "",
+    },
     "qwen4exp": {'"indexed_attention"': '"full_attention"'},
     "kimi-linear": {
         '"linear_conv_kernel_dim": 4,': '"linear_attn_config": {"full_attn_layers": [4], "kda_layers": [1, 2, 3], '
@@ -310,6 +338,16 @@ PUBLISHED_AS: dict[str, dict[str, str]] = {
         '"moe_router_activation_func": "sigmoid", "mla_use_nope": true,',
         '"linear_head_dim": 16,': "",
         '"linear_num_heads": 4,': "",
+    },
+    "ling3": {
+        "BailingHybridForCausalLM": "BailingMoeV3ForCausalLM",
+        '"head_dim": 8,': '"head_dim": 16, "no_kda_lora": true, "gated_attention_proj_granularity_type": "head_wise", '
+        '"score_function": "sigmoid", "moe_shared_expert_intermediate_size": 16,',
+        '"linear_head_dim": 16,': "",
+        "model_max_length": "max_position_embeddings",
+        "moe_renormalize": "norm_topk_prob",
+        "num_expert_group": "n_group",
+        "num_experts_per_token": "num_experts_per_tok",
     },
     "granite-4": {'"linear_attention"': '"mamba"', '"full_attention"': '"attention"'},
 }

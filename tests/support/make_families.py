@@ -17,6 +17,7 @@ import re
 import sys
 import tempfile
 import zlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,9 @@ QWEN4S_HASH = {
 }  # fmt: skip
 
 # whose config.json the converter reads by transformers 5, which drops keys that it needs
-UNREADABLE = {"minimax-m3", "dots3-note", "mimo2", "mimo2-mtp", "qwen4exp", "kimi-linear", "kimi-k3"}
+UNREADABLE = {
+    "minimax-m3", "dots3-note", "mimo2", "qwen4exp", "kimi-linear", "kimi-k3", "glm5-next", "ling3",
+}  # fmt: skip
 KIMIS = {"kimi-linear", "kimi-k3"}
 # which transformers does not have -> the model whose checkpoint becomes theirs
 DERIVED = {"kimi-k3": "kimi-linear"}
@@ -95,6 +98,7 @@ PREDICTING = {
     "qwen3.5": "mtp_num_hidden_layers", "qwen3.5-moe": "mtp_num_hidden_layers",
     **dict.fromkeys(("glm5", "deepseek3.2", "nemotron-h-moe", "nemotron-3-super"), "num_nextn_predict_layers"),
     **dict.fromkeys(("exaone-moe", "cohere2-moe", "hy3"), "num_nextn_predict_layers"), "mimo2": None,
+    "glm5-next": "num_nextn_predict_layers", "ling3": "num_nextn_predict_layers",
 }  # fmt: skip
 MTP = "-mtp"  # at the end of their goldens' names
 
@@ -102,31 +106,37 @@ MTP = "-mtp"  # at the end of their goldens' names
 def add_prediction(name: str, folder: Path, shapes: dict[str, tuple[int, ...]]) -> None:
     """A layer more, of the last one's shapes (K-EXAONE: the first's), named as the family's checkpoints do."""
     config = json.loads((folder / "config.json").read_text())
+    text = config.get("text_config", config)
     if (key := PREDICTING[name]) is not None:
-        config[key] = 1
+        text[key] = 1
         (folder / "config.json").write_text(json.dumps(config))
-    hidden, vocab = config["hidden_size"], config["vocab_size"]
+    hidden, vocab = text["hidden_size"], text["vocab_size"]
     if name.startswith("nemotron"):
         add_nemotrons(shapes, hidden)
         return
-    layers = config["num_hidden_layers"]
+    layers, qwen = text["num_hidden_layers"], name.startswith("qwen")
+    block = "model.layers" if text is config else "model.language_model.layers"
     if name == "mimo2":
         add_mimos(shapes, hidden)
         return
-    of, qwen = layers - 1, name.startswith("qwen")
+    of = layers - 1
     if name == "exaone-moe":  # a layer without experts, with Qwen's names
         of, qwen = 0, True
-    last = f"model.layers.{of}."
-    before = "mtp.layers.0." if qwen else f"model.layers.{layers}."
-    shapes |= {before + key.removeprefix(last): shape for key, shape in shapes.items() if key.startswith(last)}
+    last, before = f"{block}.{of}.", "mtp.layers.0." if qwen else f"{block}.{layers}."
+    own = {key.removeprefix(last): shape for key, shape in shapes.items() if key.startswith(last)}
+    shapes |= {before + key: shape for key, shape in own.items() if not key.startswith("hc_")}  # of streams
     if qwen:
         shapes |= {"mtp.fc.weight": (hidden, 2 * hidden)}
         shapes |= {f"mtp.{norm}.weight": (hidden,) for norm in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")}
         return
+    shapes |= {f"{before}{norm}.weight": (hidden,) for norm in ("enorm", "hnorm")}
+    if name == "ling3":
+        shapes |= {f"{before}eh_proj.weight": (hidden, 2 * hidden), f"{before}final_layernorm.weight": (hidden,)}
+        return
     shapes |= {f"{before}eh_proj.weight": (hidden, 2 * hidden), f"{before}shared_head.head.weight": (vocab, hidden)}
     shapes |= {f"{before}embed_tokens.weight": (vocab, hidden)}
     last_norm = "final_layernorm" if name == "hy3" else "shared_head.norm"
-    shapes |= {f"{before}{norm}.weight": (hidden,) for norm in ("enorm", "hnorm", last_norm)}
+    shapes[f"{before}{last_norm}.weight"] = (hidden,)
 
 
 def add_mimos(shapes: dict[str, tuple[int, ...]], hidden: int) -> None:
@@ -208,6 +218,25 @@ def as_dots3_note(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
+def as_hy4(folder: Path, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Hunyuan 4 with the names of its repository, and heads of keys that its attention does not have."""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_key_value_heads": 2, "first_k_dense_replace": 1}))
+    published: dict[str, tuple[int, ...]] = {}
+    for key, shape in shapes.items():
+        name = re.sub(r"\.hc_pre\.(hc_\w+_layer)\.", r".\1.hc_pre.", key).replace("model.hc_pre.", "model.")
+        published[name.replace("linear_gate", "gate_proj") if ".mlp." in name else name] = shape
+    return published
+
+
+def as_ling3(names: Iterable[str]) -> dict[str, str]:
+    """Ling 3's names -> those of its repository: transformers saves both kinds of attention by the names of one."""
+    names = set(names)
+    linear = {name.removesuffix("A_log") for name in names if name.endswith(".attention.A_log")}
+    dense = {f"{module}dense.weight": f"{module}o_proj.weight" for module in linear}
+    return {name: dense.get(name, name) for name in names}
+
+
 def as_kimi_k3(folder: Path, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     """Kimi Linear with the keys and tensors that K3 has more."""
     config = json.loads((folder / "config.json").read_text())
@@ -278,6 +307,9 @@ def save_checkpoint(name: str, folder: Path) -> dict[str, tuple[int, ...]]:
     if name in KIMIS:  # so it is published; transformers saves networks without experts by the name of those that have
         dense = re.compile(r"block_sparse_moe\.(\w+_proj\.weight)")
         shapes = {dense.sub(r"mlp.\1", key): shape for key, shape in shapes.items()}
+    if name == "ling3":
+        published = as_ling3(shapes)
+        shapes = {published[key]: shape for key, shape in shapes.items()}
     if with_mtp:
         add_prediction(name, folder, shapes)
     if name == "mimo2":
@@ -288,6 +320,8 @@ def save_checkpoint(name: str, folder: Path) -> dict[str, tuple[int, ...]]:
         shapes = as_kimi_k3(folder, shapes)
     if name == "deepseek4":
         shapes = as_deepseek4(folder, shapes)
+    if name == "hy-v4":
+        shapes = as_hy4(folder, shapes)
     made = coarse_values_of if name in TEMPLATES else stored_values_of
     save_file({key: made(key, shape) for key, shape in shapes.items()}, folder / "model.safetensors", {"format": "pt"})
     copy_tokenizer(folder, 320 if name in TEMPLATES else None)
@@ -334,7 +368,7 @@ def main(llama_cpp: Path, names: list[str]) -> None:
         with tempfile.TemporaryDirectory() as where, torch.inference_mode():
             folder, out = Path(where) / (name if name in CONVERTED else "model"), Path(where) / "out.gguf"
             shapes = save_encoder(name, folder) if name in CONVERTED else save_checkpoint(name, folder)
-            if name in UNREADABLE:
+            if name.removesuffix(MTP) in UNREADABLE:
                 config = json.loads((folder / "config.json").read_text())
                 config |= config.get("text_config", {})
                 ModelBase.load_hparams = staticmethod(lambda *_, config=config, **__: dict(config))

@@ -20,7 +20,7 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from tests.support.family_models import DELTA, GEMMA4, M3, MROPE, copy_tokenizer, wrapped
+from tests.support.family_models import DELTA, GEMMA4, M3, MROPE, NEXT, copy_tokenizer, wrapped
 from tests.support.make_families import ROOT, plain, values_of
 
 GOLDENS = ROOT / "tests/data/towers"
@@ -63,6 +63,8 @@ TOWERS: dict[str, tuple[str, dict[str, Any]]] = {
         attention_bias=True, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, n_group=1,
         topk_group=1, rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 0],
             "partial_rotary_factor": 0.5})),
+    "glm5-next": ("Glm5NextConfig", wrapped("glm5_next_text", {**QWEN, "image_size": 84, "swiglu_limit": 1.0,
+        "projection_intermediate_size": 48}, **NEXT)),
     "internvl": ("InternVLConfig", {**wrapped("qwen2", {**SIGLIP, "image_size": [56, 56], "patch_size": [14, 14],
         "architectures": ["InternVisionModel"]}, architectures=["Qwen2ForCausalLM"]), "downsample_ratio": 0.5}),
     "internvl-chat": ("InternVLConfig", {**wrapped("qwen2", {**SIGLIP, "architectures": ["InternVisionModel"],
@@ -70,7 +72,7 @@ TOWERS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 PROCESSOR = {
     "image_mean": [0.5, 0.25, 0.75], "image_std": [0.25, 0.5, 0.125], "size": {"height": 56, "width": 56},
-    "image_seq_length": 4,
+    "image_seq_length": 4, "min_image_tokens": 4, "max_image_tokens": 64,
 }  # fmt: skip
 
 # names in published repositories that transformers 5 writes otherwise

@@ -37,7 +37,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "phi3": {"sliding_window": None},  # llama.cpp applies none
     "minimax-m3": ALL_BLOCKS,
 }
-LLAMA_CPP_DIFFERS = {"phimoe"}  # see docs/checkpoints.md
+LLAMA_CPP_DIFFERS = {"phimoe", "hy-v4"}  # see docs/checkpoints.md
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from bridge.conversion.gguf_input.gguf_source import GgufSource
 from bridge.errors import BridgeError, parameter
 from bridge.gguf_file.reader import StoredModel
 from bridge.models import describe_model
-from bridge.models.gguf_config import ROPE_FACTORS, add_rope_factors, config_of_gguf, family_of_gguf
+from bridge.models.gguf_config import ROPE_FACTORS, add_rope_factors, add_told, config_of_gguf, family_of_gguf
 from bridge.models.tokenizer.tokenizer_json import tokenizer_files
 from bridge.runtime.tokenizer import stop_tokens
 
@@ -36,6 +36,7 @@ def write_config(model: StoredModel, folder: Path) -> None:
         config = config_of_gguf(model.metadata, model.tensors)
         factors = {name: model.tensors[f"{name}.weight"] for name in ROPE_FACTORS if f"{name}.weight" in model.tensors}
         add_rope_factors(config, {name: tensor.raw.view(np.float32) for name, tensor in factors.items()})
+        add_told(config, model.metadata, lambda name: model.tensors[name].raw.view(np.float32))
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         for name, text in tokenizer_files(model.metadata).items():
             (folder / name).write_text(text, encoding="utf-8")

@@ -22,6 +22,7 @@ from bridge.system.cpu.row_threads import chunks
 _OF_CODES = (None, "transposed", "conv1d")  # what can be done to codes, too
 _ELEMENTWISE: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "+1": lambda values: values + np.float32(1),
+    "exp": np.exp,
     "-exp": lambda values: -np.exp(values),
     "softplus": lambda values: np.logaddexp(0, values, dtype=np.float64).astype(np.float32),
     "unit columns": lambda values: values / (np.linalg.norm(values, axis=0) + np.float32(1e-7)),

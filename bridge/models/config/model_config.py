@@ -24,24 +24,29 @@ class Config:
     longest  name and length of the longest side of any tensor in the checkpoint; None: unknown
     tensors  how many the checkpoint has; None: unknown
     target   of the model that this one guesses tokens for, where it needs that
-    names    key -> its name in this config.json
+    names    key -> its name in this config.json, or several, of which the first that it has counts
     """
 
     values: dict[str, Any]
     path: Path
     longest: tuple[str, int] | None = None
-    names: Mapping[str, str] = field(default_factory=dict)
+    names: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
     tensors: int | None = None
     target: "Config | None" = None
 
+    def name(self, key: str) -> str:
+        """What this config.json calls a key."""
+        names = self.names.get(key, key)
+        return names if isinstance(names, str) else next((name for name in names if name in self.values), names[0])
+
     def get(self, key: str, default: Any = None) -> Any:
         """The value, or the default if the key is absent or null."""
-        value = self.values.get(self.names.get(key, key))
+        value = self.values.get(self.name(key))
         return default if value is None else value
 
     def integer(self, key: str, default: int | None = None) -> int:
         """A positive integer; BridgeError if it is missing without a default, or is something else."""
-        value, key = self.get(key, default), self.names.get(key, key)
+        value, key = self.get(key, default), self.name(key)
         if isinstance(value, list) and value and value == len(value) * value[:1]:  # the same one for every layer
             value = value[0]
         if value is None:
@@ -66,7 +71,7 @@ class Config:
         count = self.integer(key, default)
         if self.tensors is not None and count > self.tensors:
             raise BridgeError(
-                f"{self.path}: {self.names.get(key, key)} is {count}, but the checkpoint has {self.tensors} tensors in "
+                f"{self.path}: {self.name(key)} is {count}, but the checkpoint has {self.tensors} tensors in "
                 "all; correct the key"
             )
         return count
@@ -83,7 +88,7 @@ class Config:
 
     def number(self, key: str, default: float | None = None) -> float:
         """A positive number; raises like `integer`."""
-        value, key = self.get(key, default), self.names.get(key, key)
+        value, key = self.get(key, default), self.name(key)
         if value is None:
             raise BridgeError(f"{self.path}: the key {key!r} is missing; take the config.json of the original model")
         if not positive(value):

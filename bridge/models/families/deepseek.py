@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from bridge.errors import BridgeError
-from bridge.gguf_file.architectures import ARCHITECTURES
+from bridge.gguf_file.architectures import ARCHITECTURES, Graph
 from bridge.models.config.arguments import Arguments
 from bridge.models.config.gguf_keys import Computed, Constant, Key, StoredKeys
 from bridge.models.config.model_config import Config
@@ -24,8 +24,8 @@ from bridge.models.outline import Part
 from bridge.models.prediction import prediction
 
 
-def _sizes(config: Config, args: Arguments) -> dict[str, int]:
-    nope, rope, value = config.side("qk_nope_head_dim"), args.more["rope"], args.more["v_head"]
+def latent_sizes(config: Config, args: Arguments) -> dict[str, int]:
+    nope, rope, value = config.side("qk_nope_head_dim"), args.more.get("rope", 0), args.more["v_head"]
     return {
         "nope": nope, "q": args.heads * (nope + rope), "attended": args.heads * value,
         "shared": args.expert_inner * config.integer("n_shared_experts", 1),
@@ -69,7 +69,7 @@ def _scoring(config: Config, _args: Arguments) -> dict[str, Any]:
 
 
 def _scoring_config(stored: StoredKeys) -> dict[str, Any]:
-    default = 2 if ARCHITECTURES[stored.arch].sigmoid else 1
+    default = 2 if ARCHITECTURES.get(stored.arch, Graph()).sigmoid else 1
     sigmoid = stored.get("expert_gating_func", default) == 2
     return {"scoring_func": "sigmoid"} if sigmoid else {"scoring_func": "softmax", "topk_method": "greedy"}
 
@@ -119,7 +119,8 @@ def _version(stored: StoredKeys) -> dict[str, Any]:
     return two if stored.get("expert_gating_func", 1) != 2 else {}
 
 
-LATENT_ROWS = (
+# the rows of attention on a latent vector, after its norm
+LATENT_ATTENTION = (
     Row("self_attn.q_proj", "q hidden", when=lambda args: not args.more["q_lora"]),
     Row("self_attn.q_a_proj", "q_lora hidden", when=lambda args: bool(args.more["q_lora"])),
     Row("self_attn.q_a_layernorm", "q_lora", when=lambda args: bool(args.more["q_lora"])),
@@ -130,6 +131,7 @@ LATENT_ROWS = (
     Row("self_attn.kv_b_proj", "heads v_head lora", parts=_values, name="attn_v_b.weight"),
     Row("self_attn.o_proj", "hidden attended"),
 )
+ROUTER_BIAS = Row("mlp.gate.e_score_correction_bias", "experts", exact=True, name="exp_probs_b.bias", optional=True)
 
 
 def latent_table(*experts: Row, indexer: tuple[Row, ...] = ()) -> tuple[Row, ...]:
@@ -137,16 +139,15 @@ def latent_table(*experts: Row, indexer: tuple[Row, ...] = ()) -> tuple[Row, ...
 
     indexer  what chooses the tokens to attend to
     """
-    network, bias = gated_mlp("mlp", "inner"), "mlp.gate.e_score_correction_bias"
-    choice = Row(bias, "experts", exact=True, name="exp_probs_b.bias", optional=True)
-    sparse = (*networks(network, *experts, choice, *gated_mlp("mlp.shared_experts", "shared")), *prediction())
+    network, shared = gated_mlp("mlp", "inner"), gated_mlp("mlp.shared_experts", "shared")
+    sparse = *networks(network, *experts, ROUTER_BIAS, *shared), *prediction()
     return decoder(
-            Row("input_layernorm", "hidden"),
-            *LATENT_ROWS,
-            *indexer,
-            Row("post_attention_layernorm", "hidden"),
-            *(sparse if experts else network),
-    )  # fmt: skip
+        Row("input_layernorm", "hidden"),
+        *LATENT_ATTENTION,
+        *indexer,
+        Row("post_attention_layernorm", "hidden"),
+        *(sparse if experts else network),
+    )
 
 
 DEEPSEEK2 = Family(
@@ -158,7 +159,7 @@ DEEPSEEK2 = Family(
     keys={"num_experts": None, "moe_intermediate_size": None, "first_k_dense_replace": 0},
     expects=(SILU,),
     names={"num_experts": "n_routed_experts", "head_dim": "qk_rope_head_dim"},
-    sizes=_sizes,
+    sizes=latent_sizes,
     metadata=(*LATENT, Computed(config=_version)),
     in_gguf=lambda get: bool(get("expert_count")), wrapped=True, predicts="dropped",
     table=latent_table(*EXPERTS),
@@ -190,17 +191,17 @@ GLM4_MOE_LITE = replace(
 )  # fmt: skip
 
 
-def _full(config: Config, _args: Arguments) -> dict[str, Any]:
+def full_keys(config: Config, _args: Arguments) -> dict[str, Any]:
     kinds = config.get("indexer_types")
     return {"attention.indexer.types": [kind == "full" for kind in kinds] if kinds else None}
 
 
-def _full_config(stored: StoredKeys) -> dict[str, Any]:
+def full_config(stored: StoredKeys) -> dict[str, Any]:
     full = stored.get("attention.indexer.types")
     return {"indexer_types": ["full" if one else "shared" for one in full]} if full else {}
 
 
-_INDEXER = (
+INDEXER = (
     Row("self_attn.indexer.k_norm", "index_head", bias=required),
     Row("self_attn.indexer.weights_proj", "index_heads hidden"),
     Row("self_attn.indexer.wk", "index_head hidden"),
@@ -213,19 +214,19 @@ DEEPSEEK32 = replace(
     predicts="carried", model_type="deepseek_v32",
     keys={**DEEPSEEK2.keys, "first_k_dense_replace": 3},
     sizes=lambda config, args: {
-        **_sizes(config, args), "index_q": args.more["index_heads"] * args.more["index_head"],
+        **latent_sizes(config, args), "index_q": args.more["index_heads"] * args.more["index_head"],
     },
     metadata=(
         *LATENT, Key("attention.indexer.head_count", "index_n_heads", defines="index_heads"),
         Key("attention.indexer.key_length", "index_head_dim", defines="index_head"),
-        Key("attention.indexer.top_k", "index_topk"), Computed(_full, _full_config),
+        Key("attention.indexer.top_k", "index_topk"), Computed(full_keys, full_config),
     ),
-    table=latent_table(*EXPERTS, indexer=_INDEXER),
+    table=latent_table(*EXPERTS, indexer=INDEXER),
 )  # fmt: skip
 
 GLM5 = replace(
     DEEPSEEK32,
     titles=("GLM-5",), arch="glm-dsa", architectures=("GlmMoeDsaForCausalLM",), model_type="glm_moe_dsa",
     keys={**DEEPSEEK32.keys, "rms_norm_eps": 1e-5},
-    table=latent_table(*EXPERTS, indexer=tuple(replace(row, optional=True) for row in _INDEXER)),
+    table=latent_table(*EXPERTS, indexer=tuple(replace(row, optional=True) for row in INDEXER)),
 )  # fmt: skip

@@ -21,7 +21,7 @@ from bridge.errors import BridgeError
 from bridge.models.config.arguments import Arguments
 from bridge.models.config.gguf_keys import Computed, Key, StoredKeys
 from bridge.models.config.model_config import Config
-from bridge.models.families.deepseek import LATENT_ROWS
+from bridge.models.families.deepseek import LATENT_ATTENTION
 from bridge.models.family import (
     SILU,
     Expected,
@@ -232,7 +232,7 @@ KIMI_LINEAR = Family(
     table=decoder(
         Row("input_layernorm", "hidden"),
         *in_layers(_kda, *DELTA_ROWS, *_LOW_GATE),
-        *in_layers(other_layers(_kda), *LATENT_ROWS),
+        *in_layers(other_layers(_kda), *LATENT_ATTENTION),
         Row("post_attention_layernorm", "hidden"),
         *in_layers(_dense, *DENSE_ROWS),
         *in_layers(other_layers(_dense), *experts()),
@@ -319,7 +319,7 @@ KIMI_K3 = replace(
                 Row("self_attn.g_proj", "kda hidden", name="ssm_g.weight"),
             ),
             *in_layers(
-                other_layers(_kda), *LATENT_ROWS,
+                other_layers(_kda), *LATENT_ATTENTION,
                 Row("self_attn.g_proj", "attended hidden", name="attn_gate.weight", optional=True),
             ),
             _score("mlp_res", "ffn"),
