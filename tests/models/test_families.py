@@ -192,7 +192,7 @@ def test_the_docs_list_every_family_and_tell_where_it_runs() -> None:
         (
             "glm5-next",
             {"mlp_layer_types": ["sparse", *4 * ["dense"]]},
-            "llama.cpp has experts in all of 5 layers after",
+            "must be dense, then sparse",
         ),
         ("muse-glimmer", {"layer_types": 5 * ["chunked_attention"]}, "must be full or sliding, for every layer"),
         ("muse-glimmer", {"layer_rope_theta": 5 * [10000.0]}, "llama.cpp rotates in the layers with a window"),
