@@ -75,8 +75,8 @@ def loaded(folder: Path) -> Any:
     return model.eval()
 
 
-# transformers has no names of MiniMax M3's language model alone; no key tells how large Laguna M's gates are
-@pytest.mark.parametrize("name", families("minimax-m3", "laguna-m"))
+# transformers has no names of MiniMax M3's or Step's language model alone; no key tells how large Laguna M's gates are
+@pytest.mark.parametrize("name", families("minimax-m3", "step35", "laguna-m"))
 def test_floats_have_the_logits_of_the_checkpoint_that_the_gguf_came_from(name: str, tmp_path: Path) -> None:
     path = gguf_of(name, tmp_path, "F32")
     bridge.export(path, tmp_path / "new", dtype="F32")
@@ -85,7 +85,7 @@ def test_floats_have_the_logits_of_the_checkpoint_that_the_gguf_came_from(name: 
 
 
 # Conv1D stays floats; Falcon-H1 has weights that its factors multiply; Mamba2 of transformers needs floats in out_proj
-@pytest.mark.parametrize("name", families("gpt2", "falcon-h1", "mamba2", "minimax-m3", "laguna-m"))
+@pytest.mark.parametrize("name", families("gpt2", "falcon-h1", "mamba2", "minimax-m3", "step35", "laguna-m"))
 def test_layers_with_codes_have_the_logits_of_the_gguf(name: str, tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors")
     path = gguf_of(name, tmp_path, "Q8_0", **wide_experts(name, 32))
@@ -120,6 +120,7 @@ def whole_models() -> list[Any]:
     formats = {name: ("floats", "compressed-tensors") for name in names} | {
         "qwen3-vl-moe": ("floats",),
         "minimax-m3": ("floats",),
+        "step35": ("floats",),
     }
     cases = [(name, format, tower) for name in names for format in formats[name] for tower in (True, False)]
     plain = [("mistral3", "floats", False)]

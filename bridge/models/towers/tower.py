@@ -26,8 +26,8 @@ _BLOCK = 32  # weights in a block of Q8_0
 
 # the tensors of towers and of what projects their output, with the whole model's "model." before or without
 TOWER_NAME = re.compile(
-    r"(?:model\.)?((?:visual|vision_tower|vision_model|multi_modal_projector|mlp1|patch_merger|patch_merge_mlp"
-    r"|mm_projector|audio_tower|embed_vision|embed_audio)\..+)"
+    r"(?:model\.)?((?:visual|vision_tower|vision_model|multi_modal_projector|vit_large_projector|mlp1|patch_merger"
+    r"|patch_merge_mlp|mm_projector|audio_tower|embed_vision|embed_audio)\..+)"
 )
 
 
