@@ -143,6 +143,11 @@ def test_the_docs_list_every_family_and_tell_where_it_runs() -> None:
         ("ling", {"first_k_dense_replace": 1}, "has experts in all layers of this architecture"),
         ("laguna", {"gating": "per-token"}, "gating is 'per-token'; must be per-head or per-element"),
         ("laguna", {"num_attention_heads_per_layer": [4, 5, 6, 6, 4]}, "must be a multiple of 2 key-value heads"),
+        (
+            "step35",
+            {"layer_types": 5 * ["full_attention"], "partial_rotary_factors": 5 * [0.5], "rope_theta": 1e4},
+            "no layer of layer_types has a window; llama.cpp loads no such model",
+        ),
         ("step35", {"zero_centered": False}, "zero_centered is False; llama.cpp"),
         ("step35", {"head_dim": 8}, "head_dim is 16; llama.cpp has 8, the size of heads, in all layers"),
         ("step35", {"num_sliding_attention_heads": 5}, "5 heads cannot share 2 key-value heads in layers with a"),

@@ -122,11 +122,9 @@ def shared_rows(
 
     model  the config.json, which tells the rows of each
     """
-    heads, size, value = (model.get(key) for key in ("num_attention_heads", "head_dim", "v_head_dim"))
-    counts = [model.get(key) for key in ("swa_num_key_value_heads", "num_key_value_heads")]
-    numbers = (heads, size, value, *counts)
-    told = all(type(number) is int and number > 0 for number in numbers)
-    if not name.endswith(".qkv_proj") or not tensors["weight"].is_matrix or not told:
+    keys = "num_attention_heads", "head_dim", "v_head_dim", "swa_num_key_value_heads", "num_key_value_heads"
+    heads, size, value, *counts = (number if type(number := model.get(key)) is int else 0 for key in keys)
+    if not name.endswith(".qkv_proj") or not tensors["weight"].is_matrix or min(heads, size, value, *counts) < 1:
         return None
     weight, scales = tensors["weight"], tensors["weight_scale_inv"]
     out, columns = weight.shape

@@ -155,7 +155,7 @@ def read_arguments(config: Config, keys: Mapping[str, Any]) -> Arguments:
     rope = read_rope(
         config, rotated, keys.get("rope_theta", 10000.0), keys.get("truncate", True), keys.get("yarn_betas", True)
     )
-    if "factors_of_heads" in keys and "sliding_attention" in kinds:  # llama.cpp wants one for each pair of a head
+    if "factors_of_heads" in keys:  # llama.cpp wants one for each pair of a head
         rope = replace(rope, factors={name: _with_ones(own, head_dim // 2) for name, own in rope.factors.items()})
     return Arguments(
         hidden, inner, layers, heads, kv_heads, head_dim,

@@ -143,11 +143,13 @@ def _limits(config: Config, args: Arguments, key: str) -> list[float] | None:
 
 def _metadata(config: Config, args: Arguments) -> dict[str, Any]:
     _check_rotation(config, args)
+    if _WINDOW not in args.kinds:
+        raise BridgeError(f"{config.path}: no layer of layer_types has a window; llama.cpp loads no such model")
     kinds, sparse = _kinds(config, args), list(args.by_layer["sparse"])
     return {
         "attention.head_count": list(args.by_layer["gate"]),
         "attention.head_count_kv": list(args.by_layer["kv_groups"]),
-        "attention.sliding_window": config.integer("sliding_window", None if _WINDOW in kinds else args.context),
+        "attention.sliding_window": config.integer("sliding_window"),
         "attention.sliding_window_pattern": [kind == _WINDOW for kind in kinds],
         "rope.dimension_count": args.head_dim,  # of which llama.cpp takes half in layers without a window
         "rope.freq_base_swa": local_base(config, args.rope.base),
