@@ -83,7 +83,7 @@ def describe_model(
     family, note = _family(Config(config, folder / "config.json"))
     stored_names, others = text_names(names) if family.wrapped else ({name: name for name in names}, [])
     more: list[str] = []
-    inner = text_config(config) if family.wrapped else config
+    inner = family.usual(text_config(config) if family.wrapped else config)
     if family.starts:
         stored_names = {_with_start(name, family): stored for name, stored in stored_names.items()}
     if isinstance(layers_config := inner.get(family.nested), dict):
@@ -204,7 +204,8 @@ def tensors_of_gguf(
     in_parts = family.wrapped and has_parts(config)
     if in_parts and family.of_parts:
         family = replace(family, alternative=family.of_parts, unstacked=True)
-    values = Config(text_config(config) if in_parts else config, path, longest, family.names, len(stored))
+    inner = family.usual(text_config(config) if in_parts else config)
+    values = Config(inner, path, longest, family.names, len(stored))
     args = read_arguments(values, family.keys)
     if family.predicts == "carried":
         args = replace(args, predicting=predicting_in(stored, args.layers))

@@ -139,6 +139,7 @@ class Family:
     keys           the optional keys of its config.json with their defaults, see `read_arguments`
     expects        values that llama.cpp's graph assumes
     names          its config.json's names of keys: usual name -> its name, or several, the one that is written first
+    usual          its config.json with the keys that transformers has for what is published otherwise
     sizes          more names for shapes than those of `metadata`: (config, arguments) -> name -> size
     layer_sizes    sizes that differ between layers: (config, arguments) -> name -> one for each layer
     factors        what rows of linear layers are multiplied by, see `Arguments`, and what fills vectors (`Row.filled`)
@@ -187,6 +188,7 @@ class Family:
     keys: Mapping[str, Any] = field(default_factory=dict)
     expects: tuple[Expected, ...] = (SILU,)
     names: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
+    usual: Callable[[dict[str, Any]], dict[str, Any]] = lambda config: config
     sizes: Callable[[Config, Arguments], Mapping[str, int]] | None = None
     layer_sizes: Callable[[Config, Arguments], Mapping[str, Sequence[int]]] | None = None
     factors: Callable[[Config, Arguments], Mapping[str, Sequence[float]]] | None = None

@@ -26,7 +26,7 @@ from bridge.models.family import Family
 # tensors that divide the frequencies of rotary embeddings, without their ".weight"
 ROPE_FACTORS = "rope_freqs", "rope_factors_long", "rope_factors_short"
 
-_LLAMA3 = (1.0, 4.0), (1.0, 1.0)  # low_freq_factor and high_freq_factor of all of its models, and of Llama 4's
+_LLAMA3 = (1.0, 4.0), (1.0, 1.0), (1.0, 32.0)  # low_freq_factor and high_freq_factor; of Llama 4, of Step 3.5
 _LLAMA3_CONTEXT = 8192
 _MOST = 1 << 16  # of what is counted, but for blocks
 _POSITIVE = (
@@ -185,6 +185,7 @@ def add_rope_factors(config: dict[str, Any], factors: Mapping[str, np.ndarray]) 
     if np.all(stored[rotated:] >= NOT_ROTATED):
         rules |= {"rope_type": "proportional", "partial_rotary_factor": rotated / len(stored)}
         return
+    stored = stored[: 1 + np.flatnonzero(stored != 1)[-1]]  # ones after the largest are of pairs without a rule
     factor, base = float(stored.max()), float(rules["rope_theta"])
     # where no divisor is between the two, several contexts give the same
     contexts = (_LLAMA3_CONTEXT, *(1 << n for n in range(4, 24)))

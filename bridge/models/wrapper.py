@@ -52,8 +52,8 @@ def name_in_parts(name: str, config: dict[str, Any]) -> str:
     tower = TOWER_NAME.match(name)
     if not _APART.isdisjoint(config.get("architectures") or ()):
         return tower[1] if tower else f"language_model.{name}"
-    if tower:
-        return f"model.{tower[1]}"
+    if tower:  # Step 3.7's projector is beside the model
+        return tower[1] if tower[1].startswith("vit_large_projector.") else f"model.{tower[1]}"
     return f"model.language_model.{name.removeprefix('model.')}" if name.startswith("model.") else name
 
 

@@ -126,6 +126,23 @@ def ling3_of_transformers(config: dict[str, Any]) -> dict[str, Any]:
     return {**config, "architectures": ["BailingHybridForCausalLM"], "head_dim": 8, "linear_head_dim": 16}
 
 
+def step35_of_transformers(config: dict[str, Any]) -> dict[str, Any]:
+    """A model of transformers 5, and the key of its rotation back from the list of each layer's."""
+    text = dict(config["text_config"])
+    other, sparse = text.pop("attention_other_setting"), text.pop("moe_layers_enum").split(",")
+    thetas, shares = text.pop("rope_theta"), text.pop("partial_rotary_factors")
+    full = {**text.pop("rope_scaling"), "rope_theta": thetas[0], "partial_rotary_factor": shares[0]}
+    local = {"rope_type": "default", "rope_theta": thetas[1], "partial_rotary_factor": shares[1]}
+    text |= {
+        "mlp_layer_types": ["sparse" if str(layer) in sparse else "dense" for layer in range(5)],
+        "rope_parameters": {"full_attention": full, "sliding_attention": local},
+        "num_sliding_attention_heads": other["num_attention_heads"],
+        "n_routed_experts": text.pop("moe_num_experts"), "num_experts_per_tok": text.pop("moe_top_k"),
+        "num_key_value_heads": text.pop("num_attention_groups"),
+    }  # fmt: skip
+    return {**config, "text_config": text}
+
+
 # what repositories have of before transformers 5: config.json, and the beginnings of names
 PUBLISHED: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], tuple[tuple[str, str], ...]]] = {
     "qwen2.5-vl": (
@@ -160,6 +177,8 @@ PUBLISHED: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], tuple[tup
     "nemotron-h-moe": (
         lambda config: {**config, "layers_block_type": None, "hybrid_override_pattern": "ME*E"}, ()
     ),
+    "step35": (step35_of_transformers, (("model.", "model.language_model."),)),
+    "step35 in 3.5": (lambda config: {**config.pop("text_config"), "architectures": ["Step3p5ForCausalLM"]}, ()),
     "minimax-m2": (lambda config: {**config, "rope_parameters": None, "rope_theta": 5000000.0}, ()),
     "minimax-m3": (as_saved_by_transformers, (("language_model.model.", "model.language_model."),)),
     "ling3": (ling3_of_transformers, ()),
@@ -215,7 +234,7 @@ def test_older_configs_and_names_give_the_same_file(name: str, tmp_path: Path) -
 
 
 # act-order, and sides of whole groups of 32
-QUANTIZED: dict[str, tuple[bool, dict[str, int]]] = {
+QUANTIZED: dict[str, tuple[bool, dict[str, Any]]] = {
     "phi3": (True, {}), "glm4": (True, {}), "gpt2": (False, {}), "gemma2": (False, {}),
     "qwen3-next": (False, {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}),
     "deepseek3": (False, {"q_lora_rank": 32, "kv_lora_rank": 32, "v_head_dim": 16, "moe_intermediate_size": 32}),
@@ -240,6 +259,7 @@ QUANTIZED: dict[str, tuple[bool, dict[str, int]]] = {
     "exaone-moe": (False, {"moe_intermediate_size": 32}),
     "cohere2": (True, {}), "cohere2-moe": (False, {}), "hy3": (False, {"moe_intermediate_size": 32}),
     "laguna": (False, {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}),
+    "step35": (False, {"text_config": MODELS["step35"][1]["text_config"] | {"share_expert_dim": 32}}),
     "mimo2": (False, {"moe_intermediate_size": 32}), "ling": (False, {}),
     "ling2": (False, {"moe_intermediate_size": 32}),
     "solar-open": (False, {"moe_intermediate_size": 32}), "dots1": (False, {"moe_intermediate_size": 32}),

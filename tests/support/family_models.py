@@ -240,6 +240,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "hy-v4": ("HYV4Config", {**LATENT, "num_hidden_layers": 4, "q_lora_rank": 32, "kv_lora_rank": 32, "v_head_dim": 16,
         "moe_intermediate_size": 32, "swiglu_limit": 1.0, "hc_magnitude": 1.5, "rms_norm_eps": 1e-6,
         "indexer_types": ["full", "shared", "full", "shared"]}),
+    "step35": ("Step3p7Config", {**wrapped("step3p5", {"hidden_size": 16, "intermediate_size": 16,
+        "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}, head_dim=16,
+        pad_token_id=1, num_hidden_layers=5, n_routed_experts=4, num_local_experts=4, num_experts_per_tok=2,
+        moe_intermediate_size=16, share_expert_dim=24, moe_router_scaling_factor=3.0, sliding_window=32,
+        num_sliding_attention_heads=6,
+        layer_types=["full_attention", *3 * ["sliding_attention"], "full_attention"],
+        mlp_layer_types=[*2 * ["dense"], *3 * ["sparse"]], swiglu_limits=[0.0, 0.0, 0.0, 0.7, 0.5],
+        swiglu_limits_shared=[0.9, 0.0, 0.0, 0.4, 0.6], rope_parameters={"full_attention": {"rope_type": "llama3",
+            "rope_theta": 5000000.0, "factor": 2.0, "original_max_position_embeddings": 128, "low_freq_factor": 1.0,
+            "high_freq_factor": 32.0, "partial_rotary_factor": 0.5}, "sliding_attention": {"rope_type": "default",
+                "rope_theta": 10000.0, "partial_rotary_factor": 1.0}})}),
     "minimax-m2": ("MiniMaxM2Config", {"head_dim": 16, "rotary_dim": 8, "num_local_experts": 4,
         "num_experts_per_tok": 2, "intermediate_size": 32}),
     "minimax-m3": ("MiniMaxM3VLConfig", {"projector_hidden_size": 16, **wrapped("minimax_m3_vl_text",
@@ -307,7 +318,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 # a MiniMax M3 that attends to all of 96 tokens, as it does where an indexer chooses no fewer
 ALL_BLOCKS = {"text_config": MODELS["minimax-m3"][1]["text_config"] | {"index_topk_blocks": 3}}
 # of whose language models alone transformers has no class
-OF_PARTS_ONLY = ("glm5-next", "muse-glimmer")
+OF_PARTS_ONLY = ("glm5-next", "muse-glimmer", "step35")
 # what transformers names otherwise than the published config.json
 PUBLISHED_AS: dict[str, dict[str, str]] = {
     "phimoe": {"PhimoeForCausalLM": "PhiMoEForCausalLM"},

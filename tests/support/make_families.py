@@ -45,7 +45,7 @@ QWEN4S_HASH = {
 
 # whose config.json the converter reads by transformers 5, which drops keys that it needs
 UNREADABLE = {
-    "minimax-m3", "dots3-note", "mimo2", "qwen4exp", "kimi-linear", "kimi-k3", "glm5-next", "ling3",
+    "minimax-m3", "dots3-note", "mimo2", "qwen4exp", "kimi-linear", "kimi-k3", "glm5-next", "ling3", "step35",
 }  # fmt: skip
 KIMIS = {"kimi-linear", "kimi-k3"}
 # which transformers does not have -> the model whose checkpoint becomes theirs
@@ -99,6 +99,7 @@ PREDICTING = {
     **dict.fromkeys(("glm5", "deepseek3.2", "nemotron-h-moe", "nemotron-3-super"), "num_nextn_predict_layers"),
     **dict.fromkeys(("exaone-moe", "cohere2-moe", "hy3"), "num_nextn_predict_layers"), "mimo2": None,
     "glm5-next": "num_nextn_predict_layers", "ling3": "num_nextn_predict_layers",
+    "step35": None,
 }  # fmt: skip
 MTP = "-mtp"  # at the end of their goldens' names
 
@@ -110,6 +111,7 @@ def add_prediction(name: str, folder: Path, shapes: dict[str, tuple[int, ...]]) 
     if (key := PREDICTING[name]) is not None:
         text[key] = 1
         (folder / "config.json").write_text(json.dumps(config))
+    text = config.get("text_config", config)
     hidden, vocab = text["hidden_size"], text["vocab_size"]
     if name.startswith("nemotron"):
         add_nemotrons(shapes, hidden)
@@ -118,6 +120,9 @@ def add_prediction(name: str, folder: Path, shapes: dict[str, tuple[int, ...]]) 
     block = "model.layers" if text is config else "model.language_model.layers"
     if name == "mimo2":
         add_mimos(shapes, hidden)
+        return
+    if name == "step35":
+        add_steps(shapes, hidden, vocab, layers)
         return
     of = layers - 1
     if name == "exaone-moe":  # a layer without experts, with Qwen's names
@@ -149,6 +154,16 @@ def add_mimos(shapes: dict[str, tuple[int, ...]], hidden: int) -> None:
         shapes |= {before + key.removeprefix(of): shape for of, key, shape in of_layers}
         shapes |= {f"{before}{norm}.weight": (hidden,) for norm in ("enorm", "hnorm", "final_layernorm")}
         shapes |= {f"{before}eh_proj.weight": (hidden, 2 * hidden)}
+
+
+def add_steps(shapes: dict[str, tuple[int, ...]], hidden: int, vocab: int, layers: int) -> None:
+    """Two layers like the second, which has a window and no experts; their heads are named otherwise than usual."""
+    for layer in range(layers, layers + 2):
+        before, of = f"model.layers.{layer}.", "model.layers.1."
+        shapes |= {before + key.removeprefix(of): shape for key, shape in shapes.items() if key.startswith(of)}
+        shapes |= {f"{before}{norm}.weight": (hidden,) for norm in ("enorm", "hnorm", "transformer.shared_head.norm")}
+        shapes |= {f"{before}eh_proj.weight": (hidden, 2 * hidden)}
+        shapes |= {f"{before}transformer.shared_head.output.weight": (vocab, hidden)}
 
 
 def add_nemotrons(shapes: dict[str, tuple[int, ...]], hidden: int) -> None:
@@ -198,6 +213,31 @@ def as_mimo2(folder: Path) -> None:
         "sliding_window_size": config["sliding_window"], "topk_method": "noaux_tc", "scoring_func": "sigmoid",
         "routed_scaling_factor": None, "n_shared_experts": None,
     }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def as_step35(folder: Path, predicting: int) -> None:
+    """Step 3.7's config.json with the keys of its repository."""
+    config = json.loads((folder / "config.json").read_text())
+    text = config["text_config"]
+    both, kinds = text.pop("rope_parameters"), [*text.pop("layer_types"), *predicting * ["sliding_attention"]]
+    full = both["full_attention"]
+    sparse = [str(layer) for layer, kind in enumerate(text.pop("mlp_layer_types")) if kind == "sparse"]
+    names = ("rope_type", "factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
+    for key in ("per_layer_config", "mtp_layer_types", "mtp_mlp_layer_types", "num_local_experts"):
+        text.pop(key, None)
+    text |= {
+        "layer_types": kinds, "moe_layers_enum": ",".join(sparse), "moe_every_n_layer": 1, "norm_expert_weight": True,
+        "rope_theta": [both[kind]["rope_theta"] for kind in kinds], "moe_router_activation": "sigmoid",
+        "partial_rotary_factors": [both[kind]["partial_rotary_factor"] for kind in kinds], "zero_centered": True,
+        "rope_scaling": {name: full[name] for name in names}, "num_attention_groups": text.pop("num_key_value_heads"),
+        "attention_other_setting": {"attention_type": "sliding_attention", "num_attention_groups": 2,
+            "num_attention_heads": text.pop("num_sliding_attention_heads"), "head_dim": text["head_dim"]},
+        "moe_num_experts": text.pop("n_routed_experts"), "moe_top_k": text.pop("num_experts_per_tok"),
+        "num_nextn_predict_layers": predicting,
+    }  # fmt: skip
+    for key in ("swiglu_limits", "swiglu_limits_shared"):
+        text[key] += predicting * [0.0]
     (folder / "config.json").write_text(json.dumps(config))
 
 
@@ -314,6 +354,8 @@ def save_checkpoint(name: str, folder: Path) -> dict[str, tuple[int, ...]]:
         add_prediction(name, folder, shapes)
     if name == "mimo2":
         as_mimo2(folder)
+    if name == "step35":
+        as_step35(folder, 2 if with_mtp else 0)
     if name == "dots3-note":
         as_dots3_note(folder)
     if derived == "kimi-k3":

@@ -10,7 +10,11 @@
     W[o, k] = scale[o // r, k // c] * weight[o, k]
 
     weight, scale     the same in DeepSeek V4, whose experts are 4-bit floats (MXFP4, see `fp4`): uint8 or int8
-                      [out, in/2] with F8_E8M0 [out, in/32]
+                      [out, in/2] with F8_E8M0 [out, in/32]; in MiMo V2.5 these are weight and weight_scale
+
+MiMo V2.5's qkv_proj is in shares, one after another, for 8 or 4 processes that compute together. Each has its rows of
+q, k and v, and blocks of its own, the last of which may be cut: the scales have ranks * ceil(out / ranks / r) rows. It
+is read as the rows of q, of k and of v.
 
 Experts in stacks:
 
@@ -20,6 +24,7 @@ Experts in stacks:
                               float [], [1], [experts], [experts, 1, 1]: one, one an expert
     gate_up_proj_scale_inv    the same, or one a block, float [experts, rows/r, columns/c] (Mistral Small 4)
     gate_up_proj_weight_scale, gate_up_proj_weight_scale_inv   other names of both
+    gate_proj.weight, gate_proj.weight_scale_inv   one a block, of stacks named as matrices (Step 3.5)
 
 8-bit floats are not codes: steps between them grow with the value, so no block type holds them as they are. The labels
 fp8 (DeepSeek, Qwen: blocks of 128 x 128) and fbgemm_fp8 mean only these; modelopt and compressed-tensors have other
@@ -28,8 +33,9 @@ formats too.
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -99,6 +105,50 @@ class DividedFloats(ScaledFloats):
                 f"{self.scale.file}: {self.scale.name}, which divides, contains zeros; quantize the model again"
             )
         return weights, 1 / scales
+
+
+@record
+class SharedRows(ScaledFloats):
+    """A weight whose rows are in shares, one for each rank; `parts`: the rows of q, of k and of v in all of them."""
+
+    ranks: int
+    parts: tuple[int, ...]
+
+    def read(self, store: Store, rows: tuple[int, int] | None = None) -> np.ndarray:
+        start, stop = rows or (0, self.weight.shape[0])
+        share = self.weight.shape[0] // self.ranks
+        shares = np.arange(self.weight.shape[0]).reshape(self.ranks, share)
+        ends = np.cumsum([part // self.ranks for part in self.parts])[:-1]
+        picked = np.concatenate([part.reshape(-1) for part in np.split(shares, ends, axis=1)])[start:stop]
+        runs = np.split(picked, 1 + np.flatnonzero(np.diff(picked) != 1))
+        out = np.concatenate([store.read_float(self.weight.name, (int(run[0]), int(run[-1]) + 1)) for run in runs])
+        blocks = -(-share // self.block[0])
+        scale = finite_scales(store, self.scale.name)[picked // share * blocks + picked % share // self.block[0]]
+        for i in range(0, len(out), 64):
+            out[i : i + 64] *= np.repeat(scale[i : i + 64], self.block[1], axis=1)[:, : out.shape[1]]
+        return out
+
+
+def shared_rows(
+    name: str, tensors: dict[str, TensorInfo], block: tuple[int, int], model: Mapping[str, Any]
+) -> SharedRows | None:
+    """MiMo V2.5's q, k and v in shares; None for other weights, and where rows are not in shares.
+
+    model  the config.json, which tells the rows of each
+    """
+    keys = "num_attention_heads", "head_dim", "v_head_dim", "swa_num_key_value_heads", "num_key_value_heads"
+    heads, size, value, *counts = (number if type(number := model.get(key)) is int else 0 for key in keys)
+    if not name.endswith(".qkv_proj") or not tensors["weight"].is_matrix or min(heads, size, value, *counts) < 1:
+        return None
+    weight, scales = tensors["weight"], tensors["weight_scale_inv"]
+    out, columns = weight.shape
+    of_layers = [(heads * size, count * size, count * value) for count in counts]
+    parts = next((rows for rows in of_layers if sum(rows) == out), None)
+    for ranks in (8, 4):  # of V2.5 Pro and V2.5
+        grid = (ranks * -(-out // ranks // block[0]), -(-columns // block[1]))
+        if parts and scales.shape == grid and not any(part % ranks for part in parts):
+            return SharedRows(weight, scales, block, ranks, parts)
+    return None
 
 
 def scaled_floats(name: str, tensors: dict[str, TensorInfo], scale: str, block: tuple[int, int]) -> ScaledFloats:
@@ -190,7 +240,7 @@ def expert_floats(name: str, tensors: dict[str, TensorInfo], block: tuple[int, i
 
 _STACKED = re.compile(r"(?P<stack>.+\.(?:gate_up_proj|down_proj))(?P<scale>(?:_weight)?_scale(?:_inv)?)?")  # experts
 STACK, STACK_SCALE = "experts", "experts_scale"  # parts of the modules that these are
-_FP4 = Fp4Parts("weight", "scale", "", reciprocal=False)
+_FP4 = {scale: Fp4Parts("weight", scale, "", reciprocal=False) for scale in ("scale", "weight_scale")}
 
 
 class Fp8Reader(Reader):
@@ -230,17 +280,24 @@ class Fp8Reader(Reader):
         if STACK in tensors:
             return expert_floats(name, tensors, block)
         weight = tensors["weight"]
-        if "scale" in tensors and weight.dtype in ("I8", "U8"):
-            return _FP4.describe(name, tensors)
+        scale = self.required_parts(tensors)[0]
+        if scale in _FP4 and weight.dtype in ("I8", "U8"):
+            return _FP4[scale].describe(name, tensors)
         if weight.dtype not in FLOAT8:
             raise BridgeError(
                 f"{weight.file}: {name} has scales but its weight is {weight.dtype}, not 8-bit floats; "
                 "the checkpoint is not of the format that its config names"
             )
-        described = scaled_floats(name, tensors, self.required_parts(tensors)[0], block)
+        if len(weight.shape) == 3:
+            return expert_floats(name, {STACK: weight, STACK_SCALE: tensors[scale]}, block)
+        shared = shared_rows(name, tensors, block, self.quant.model) if scale == "weight_scale_inv" else None
+        if shared is not None:
+            return shared
+        described = scaled_floats(name, tensors, scale, block)
         if self.quant.raw.get("weight_scale_semantics") == "inverse":
             return DividedFloats(described.weight, described.scale, described.block)
         return described
 
     def read(self, name: str, rows: np.ndarray | None = None) -> CodedTensor:
-        return _FP4.read(self, self.modules[name], rows)
+        info = self.modules[name]
+        return _FP4["scale" if "scale" in info.tensors else "weight_scale"].read(self, info, rows)

@@ -1,10 +1,11 @@
 """The arguments of a model's graph: checked values of config.json under common names, and as GGUF metadata."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import gguf
+import numpy as np
 
 from bridge.errors import BridgeError
 from bridge.models.config.model_config import Config
@@ -150,23 +151,31 @@ def read_arguments(config: Config, keys: Mapping[str, Any]) -> Arguments:
         width("intermediate_size", usual_width),
         config.repeats("num_hidden_layers", len(listed_layers(config) or ()) or None),
     )
+    kinds = _kinds(config, layers) if "layer_types" in keys else ()
+    rope = read_rope(
+        config, rotated, keys.get("rope_theta", 10000.0), keys.get("truncate", True), keys.get("yarn_betas", True)
+    )
+    if "factors_of_heads" in keys:  # llama.cpp wants one for each pair of a head
+        rope = replace(rope, factors={name: _with_ones(own, head_dim // 2) for name, own in rope.factors.items()})
     return Arguments(
         hidden, inner, layers, heads, kv_heads, head_dim,
         vocab=config.side("vocab_size", keys.get("vocab_size")),
         context=config.integer("max_position_embeddings", keys.get("max_position_embeddings")),
         norm_eps=config.number("rms_norm_eps", keys.get("rms_norm_eps", 1e-6)),
         tied=bool(config.get("tie_word_embeddings", keys.get("tie_word_embeddings", False))),
-        rope=read_rope(
-            config, rotated, keys.get("rope_theta", 10000.0), keys.get("truncate", True), keys.get("yarn_betas", True)
-        ),
+        rope=rope,
         attention_bias=flag("attention_bias"), mlp_bias=flag("mlp_bias"),
         window=window if "sliding_window" in keys else None,
         upper_window=window if flag("use_sliding_window") else None,
         experts=experts, experts_used=used, expert_inner=expert_inner, shared_inner=shared_inner, rotated=rotated,
         qk_norm=flag("use_qk_norm"),
         leading=0 if keys.get("first_k_dense_replace") is None else _leading(config, keys["first_k_dense_replace"]),
-        kinds=_kinds(config, layers) if "layer_types" in keys else (),
+        kinds=kinds,
     )  # fmt: skip
+
+
+def _with_ones(factors: np.ndarray, pairs: int) -> np.ndarray:
+    return np.concatenate([factors, np.ones(pairs - len(factors), factors.dtype)])
 
 
 def _leading(config: Config, default: int) -> int:

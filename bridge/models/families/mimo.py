@@ -84,7 +84,13 @@ def _attention(kv: str, values: str) -> tuple[Row, ...]:
     """The matrices for queries, keys and values, together in one or apart."""
     together, apart = ("self_attn.qkv_proj.weight",), ("self_attn.q_proj.weight",)
     return (
-        Row("self_attn.qkv_proj", f"q+{kv}+{values} hidden", unless=apart, optional=True),
+        Row(
+            "self_attn.qkv_proj",
+            f"q+{kv}+{values} hidden",
+            unless=apart,
+            optional=True,
+            name="attn_qkv.weight",
+        ),
         Row("self_attn.q_proj", "q hidden", unless=together),
         Row("self_attn.k_proj", f"{kv} hidden", unless=together),
         Row("self_attn.v_proj", f"{values} hidden", unless=together),

@@ -26,9 +26,9 @@ _BLOCK = 32  # weights in a block of Q8_0
 
 # the tensors of towers and of what projects their output, with the whole model's "model." before or without
 TOWER_NAME = re.compile(
-    r"(?:model\.)?((?:visual|vision_tower|vision_model|multi_modal_projector|mlp1|patch_merger|patch_merge_mlp"
-    r"|linear_proj|mm_projector|vision_adapter|vision_projection|audio_tower|vision_embedder|embed_vision"
-    r"|embed_audio)\..+)"
+    r"(?:model\.)?((?:visual|vision_tower|vision_model|multi_modal_projector|vit_large_projector|mlp1|patch_merger"
+    r"|patch_merge_mlp|linear_proj|mm_projector|vision_adapter|vision_projection|audio_tower|vision_embedder"
+    r"|embed_vision|embed_audio)\..+)"
 )
 
 
