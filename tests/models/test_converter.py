@@ -17,7 +17,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import bridge
-from bridge.conversion.writing.verify import verify
+from bridge.conversion.writing.verify import failures, verify
 from bridge.errors import BridgeError
 from bridge.models import describe_model
 from scripts.peers.llama.llama_cpp import LlamaCpp
@@ -319,6 +319,18 @@ def test_verify_compares_vectors_that_are_matrices_in_the_file(tmp_path: Path) -
     report = verify(tmp_path / "m.gguf", checkpoint)
     same = {t.name for t in report.tensors if t.outcome == "kept float"}
     assert {f"blk.0.ssm_{name}" for name in ("a", "d", "norm.weight")} <= same
+
+
+@pytest.mark.parametrize("name", ["kimi-linear", "ling3"])
+def test_verify_compares_convolutions_of_three_dimensions_with_those_of_another_gguf(name: str, tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(json.loads((GOLDENS / f"{name}.json").read_text()), tmp_path / "model")
+    bridge.convert(checkpoint, tmp_path / "m.gguf", tensor_types=[(".*", "F32")])
+    bridge.convert(tmp_path / "m.gguf", tmp_path / "again.gguf", tensor_types=[(".*", "F16")])
+    report = verify(tmp_path / "again.gguf", tmp_path / "m.gguf")
+    assert failures(report) == []
+    assert {f"blk.0.ssm_conv1d_{part}.weight" for part in "qkv"} <= {
+        tensor.name for tensor in report.tensors if tensor.outcome == "kept float"
+    }
 
 
 def test_of_ling_3_vl_the_language_model_is_converted_with_the_sections_of_its_rotation(tmp_path: Path) -> None:

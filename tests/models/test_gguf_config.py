@@ -85,6 +85,18 @@ def test_a_vector_of_several_values_is_no_number_of_a_config() -> None:
         add_told({}, metadata, lambda _name: np.array([1, 2], np.float32))
 
 
+def test_the_bounds_of_ling_3s_experts_come_back_layer_by_layer(tmp_path: Path) -> None:
+    config, names = MODELS["ling3-mtp"]
+    limits = {"expert_swiglu_limit_list": [None, 7.0, 7, None], "share_expert_swiglu_limit_list": [0.0, 5.5]}
+    outline = describe_model({**config, **limits}, copy_tokenizer(tmp_path), names)
+    keys = own_keys(outline)
+    assert keys["bailingmoe3.swiglu_clamp_exp"] == [0.0, 7.0, 7.0, 0.0, 0.0]
+    assert keys["bailingmoe3.swiglu_clamp_shexp"] == [0.0, 5.5, 0.0, 0.0, 0.0]
+    back = config_of(outline)
+    assert back["expert_swiglu_limit_list"] == [None, 7.0, 7.0, None, None]
+    assert own_keys(describe_model(back, tmp_path, names)) == keys
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_a_config_comes_back_from_the_metadata_that_is_made_of_it(name: str, tmp_path: Path) -> None:
     """What it says, and what is made of it again, of a language model alone."""

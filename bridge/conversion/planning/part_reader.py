@@ -164,8 +164,9 @@ class PartReader:
             values = self._cropped(self._read_whole(part), part)
             yield values if part.rows is None else values[part.rows]
             return
-        for rows in chunks(self.ckpt.tensors[part.source].shape[0], part.shape[1]):
-            stored = self.ckpt.read_float(part.source, (rows.start, rows.stop))
+        count, *inner = self.ckpt.tensors[part.source].shape
+        for rows in chunks(count, math.prod(part.shape[1:])):
+            stored = self.ckpt.read_float(part.source, (rows.start, rows.stop)).reshape(-1, *inner)
             chunk = self._cropped(stored, part, rows.start)
             if len(chunk):
                 yield chunk
