@@ -107,7 +107,7 @@ class DividedFloats(ScaledFloats):
         return weights, 1 / scales
 
 
-@record
+@dataclass(frozen=True)
 class SharedRows(ScaledFloats):
     """A weight whose rows are in shares, one for each rank; `parts`: the rows of q, of k and of v in all of them."""
 
