@@ -636,6 +636,43 @@ def test_a_context_that_continues_a_text_keeps_what_the_head_read_of_it(bigrams:
     assert second.speculation.accepted > 20
 
 
+def check_take_over(model: Model, draft: str | Path) -> None:
+    """Prompts that begin like one that is being answered take over what was read of it; the guesses are as alone."""
+    prompts = [TOKENS[:30], [*TOKENS[:20], *TOKENS[40:50]], [*TOKENS[:30], 7, 8]]
+    with model.batch(3, draft=draft) as batch:
+        generations = [batch.add(prompts[0], 30, temperature=0)]
+        while not generations[0].tokens:
+            batch.advance()
+        batch.advance()
+        generations += [batch.add(prompt, 30, temperature=0) for prompt in prompts[1:]]
+        list(batch)
+    assert generations[0].kept == 0
+    assert [generation.kept for generation in generations[1:]] in ([19, 29], [20, 30])  # a pair has the token after it
+    for prompt, generation in zip(prompts, generations, strict=True):
+        assert generation.tokens == list(model.generate_tokens(prompt, 30, temperature=0))
+
+
+def test_prompts_that_begin_alike_take_over_what_an_eagle_head_read(bigrams: tuple[Path, Path]) -> None:
+    check_take_over(Model.load(bigrams[0], context=256), bigrams[1])
+
+
+def test_prompts_that_begin_alike_take_over_what_a_dflash_drafter_read(dflash: Pair) -> None:
+    check_take_over(Model.load(dflash.model, context=256), dflash.file)
+
+
+def test_a_text_that_is_taken_over_has_the_guesses_that_it_has_alone(eagle: Pair) -> None:
+    model, prompt = Model.load(eagle.model, context=256), [*TOKENS[:40], 7]
+    list(model.generate_tokens(prompt, 30, temperature=0, draft=eagle.file))
+    alone: Any = model.timing.speculation
+    with model.batch(2, draft=eagle.file) as batch:
+        other = batch.add(TOKENS[:40], 10, temperature=0)
+        list(batch)
+        taken = batch.add(prompt, 30, temperature=0)
+        list(batch)
+    assert (other.kept, taken.kept) == (0, 39)
+    assert (taken.speculation.drafted, taken.speculation.accepted) == (alone.drafted, alone.accepted)
+
+
 def test_prompts_that_are_only_read_need_no_guesses(bigrams: tuple[Path, Path]) -> None:
     model = Model.load(bigrams[0], context=256)
     seen: list[int] = []

@@ -117,6 +117,20 @@ def test_sequences_made_together_have_the_layers_guesses(name: str, folder: Path
             assert (single.drafted, single.accepted) == (alone.drafted, alone.accepted)
 
 
+@repacked
+def test_a_text_that_is_taken_over_has_the_guesses_that_it_has_alone(folder: Path) -> None:
+    model, prompt = bridge.Model.load(converted(folder, "Q8_0"), context=128), [*TOKENS, 7]
+    list(model.generate_tokens(prompt, 30, temperature=0, draft="mtp"))
+    alone = model.timing.speculation
+    with model.batch(2, draft="mtp") as batch:
+        other = batch.add(TOKENS, 10, temperature=0)
+        list(batch)
+        taken = batch.add(prompt, 30, temperature=0)
+        list(batch)
+    assert (other.kept, taken.kept) == (0, len(TOKENS) - 1)  # a pair has the token after it
+    assert (taken.speculation.drafted, taken.speculation.accepted) == (alone.drafted, alone.accepted)
+
+
 def without_own_embeddings(folder: Path, out: Path) -> Path:
     """The model with the layer's embeddings and head gone: it shares the model's."""
     from safetensors.numpy import save_file

@@ -75,6 +75,11 @@ class PredictionHead:
         """The same layer with a cache of its own."""
         return PredictionHead(self.decoder.beside(self.decoder.config, self.decoder.weights))
 
+    def take_over(self, other: "PredictionHead", count: int) -> None:
+        """Hold the first `count` pairs of another one's text."""
+        self.cache.copy_prefix(other.cache, count)
+        self._first, self.pairs = other._first, count
+
     def start(self, tokens: Sequence[int], cached: int) -> int:
         """Keep the pairs of the first tokens of another text, at most `cached` of them; how many there are."""
         self.decoder.begin()

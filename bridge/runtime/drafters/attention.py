@@ -20,6 +20,11 @@ class KeysAndValues:
         self.keys[:, position:stop] = keys.transpose(1, 0, 2)
         self.values[:, position:stop] = values.transpose(1, 0, 2)
 
+    def copy_prefix(self, other: "KeysAndValues", count: int) -> None:
+        """Hold the first `count` of another layer of this shape."""
+        self.keys[:, :count] = other.keys[:, :count]
+        self.values[:, :count] = other.values[:, :count]
+
 
 def attended(
     queries: np.ndarray, stored: KeysAndValues, length: int, scale: float, seen: np.ndarray | None

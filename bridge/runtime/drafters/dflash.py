@@ -9,7 +9,7 @@ logits of the block's tokens = W_output norm(x)
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -107,6 +107,15 @@ class DFlashDrafter(Drafter):
 
     def another(self) -> "DFlashDrafter":
         return DFlashDrafter(self._head)
+
+    def take_over(self, other: Self, count: int) -> None:
+        for own, stored in zip(self._stored, other._stored, strict=True):
+            own.copy_prefix(stored, count)
+        self._text, self._length = other._text[:count], count
+
+    @property
+    def known(self) -> int:
+        return self._length
 
     def begin(self, tokens: Sequence[int], cached: int, cache: Any) -> int:
         self._length = min(cached, self._length, common_prefix(self._text, tokens))

@@ -26,6 +26,14 @@ class Drafter:
         """One of the same layers for another text at the same time."""
         raise NotImplementedError
 
+    def take_over(self, other: Self, count: int) -> None:
+        """Know what another one knows of the first `count` tokens of its text, at most `other.known`."""
+
+    @property
+    def known(self) -> int:
+        """Of how many first tokens of the text it has made something of the model's states."""
+        return 0
+
     def begin(self, tokens: Sequence[int], cached: int, cache: Any) -> int:
         """How many of the prompt's first tokens the model need not read again, of `cached` that its cache has."""
         return cached

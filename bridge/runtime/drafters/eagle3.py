@@ -9,7 +9,7 @@ For a guess further on h takes the place of g. Where the head has fewer tokens t
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -119,6 +119,10 @@ class Eagle3Drafter(Drafter):
     def another(self) -> "Eagle3Drafter":
         return Eagle3Drafter(self._head)
 
+    def take_over(self, other: Self, count: int) -> None:
+        self._stored.copy_prefix(other._stored, count)
+        self._text = other._text[: count + 1]
+
     def begin(self, tokens: Sequence[int], cached: int, cache: Any) -> int:
         pairs = min(cached, max(0, common_prefix(self._text, tokens) - 1))
         self._text, self._fused = list(tokens[: pairs + 1]), self._fused[:0]
@@ -126,14 +130,14 @@ class Eagle3Drafter(Drafter):
 
     def read(self, position: int, states: np.ndarray, tapped: np.ndarray | None) -> None:
         assert tapped is not None
-        self._fused = np.concatenate([self._fused[: position - self._pairs], self._head.fused(tapped)])
+        self._fused = np.concatenate([self._fused[: position - self.known], self._head.fused(tapped)])
 
     @property
-    def _pairs(self) -> int:
+    def known(self) -> int:
         return max(0, len(self._text) - 1)
 
     def propose(self, tokens: Sequence[int], most: int) -> list[int]:
-        head, pairs, count = self._head, self._pairs, len(tokens) - 1
+        head, pairs, count = self._head, self.known, len(tokens) - 1
         for start in range(pairs, count, _AT_ONCE):
             stop = min(start + _AT_ONCE, count)
             g = self._fused[start - pairs : stop - pairs]

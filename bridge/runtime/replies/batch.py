@@ -354,25 +354,27 @@ class Batch:
         return max(candidates, default=(0, prompt))[1]
 
     def _take_over(self, slot: _Slot, generation: Generation) -> None:
-        """Hold the longest prefix of a prompt, without its last token, that a context has.
-
-        What a drafter made of the model's states no other context has.
-        """
+        """Hold the longest prefix of a prompt, without its last token, that a context has, and its drafter knows."""
         read, wanted = generation.read, generation.prompt[:-1]
-        if generation.reader or read >= len(wanted):
+        drafter = slot.drafter if slot.drafter is not None and slot.drafter.reads_states else None
+        if generation.reader or read >= len(wanted) or (drafter and read):
             return
         best, most = slot, read
-        own = slot.drafter is not None and slot.drafter.reads_states
-        for other in [slot] if own else self._slots:
+        for other in self._slots:
             held = other.cache.tokens
             shorter = most == len(wanted) or other.cache.length <= most
             if shorter or held[most] != wanted[most] or (read and other is slot):
                 continue
-            same = other.cache.reach(common_prefix(_held(other), wanted))
+            same = common_prefix(_held(other), wanted)
+            if drafter is not None and other.drafter is not None:
+                same = min(same, other.drafter.known)
+            same = other.cache.reach(same)
             if same > most:
                 best, most = other, same
         if best is not slot:
             slot.cache.copy_prefix(best.cache, most)
+            if drafter is not None and best.drafter is not None:
+                drafter.take_over(best.drafter, most)
         generation.kept += most - read
         generation.read = most
 

@@ -16,7 +16,7 @@ layer and the head, so fewer are made (`HeadDrafter`).
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -99,6 +99,13 @@ class HeadDrafter(Drafter):
 
     def another(self) -> "HeadDrafter":
         return HeadDrafter(self._head.another())
+
+    def take_over(self, other: Self, count: int) -> None:
+        self._head.take_over(other._head, count)
+
+    @property
+    def known(self) -> int:
+        return self._head.pairs
 
     def begin(self, tokens: Sequence[int], cached: int, cache: Any) -> int:
         return self._head.start(tokens, cached)
