@@ -56,6 +56,11 @@ MODERN: dict[str, Any] = {
     **SIZES, "num_hidden_layers": 5, "local_attention": 16, "pad_token_id": 1, "bos_token_id": 2048,
     "eos_token_id": 2050, "cls_token_id": 2048, "sep_token_id": 2050, "layer_norm_eps": 1e-5,
 }  # fmt: skip
+JINA2: dict[str, Any] = {
+    **SIZES, "model_type": "bert", "position_embedding_type": "alibi", "feed_forward_type": "geglu",
+    "hidden_act": "gelu", "layer_norm_eps": 1e-12, "type_vocab_size": 2,
+}  # fmt: skip
+JINA3: dict[str, Any] = {**XLM, "rope_parameters": {"rope_type": "default", "rope_theta": 20000.0}}
 QWEN3: dict[str, Any] = {
     **SIZES, "head_dim": 16, "num_key_value_heads": 2, "tie_word_embeddings": True, "eos_token_id": 0,
 }  # fmt: skip
@@ -73,6 +78,12 @@ ENCODERS = {
     "modern-bert": Encoder("ModernBertModel", "ModernBertConfig", MODERN, "roberta", "cls_token"),
     "modern-bert-silu": Encoder("ModernBertForMaskedLM", "ModernBertConfig", {**MODERN, "num_hidden_layers": 4,
         "global_attn_every_n_layers": 2, "hidden_activation": "silu"}, "roberta", "mean_tokens"),
+    "jina2": Encoder("JinaBertForMaskedLM", "", JINA2, pooling="mean_tokens"),
+    "jina2-heads": Encoder("JinaBertModel", "", {**JINA2, "hidden_size": 96, "num_attention_heads": 6}, "roberta",
+        "mean_tokens"),
+    "jina3": Encoder("JinaEmbeddingsV3Model", "JinaEmbeddingsV3Config", JINA3, "unigram", "mean_tokens"),
+    "jina3-published": Encoder("JinaEmbeddingsV3Model", "JinaEmbeddingsV3Config", {**JINA3, "num_attention_heads": 2},
+        "unigram", "mean_tokens"),
     "nomic-bert": Encoder("NomicBertModel", "NomicBertConfig", {**SIZES, "type_vocab_size": 2},
         pooling="mean_tokens"),
     "qwen3-embedding": Encoder("Qwen3Model", "Qwen3Config", QWEN3, "bpe", "lasttoken"),
@@ -93,10 +104,10 @@ RERANKERS = {
     "qwen3-reranker-untied": Encoder("Qwen3ForCausalLM", "Qwen3Config", {**QWEN3, "tie_word_embeddings": False}, "bpe"),
 }  # fmt: skip
 # what the converter makes the same of; it drops BERT's pooler, which is a part of its head, and which layers of Gemma
-# have a window
+# have a window, and knows Jina v3 by its published names alone
 CONVERTED = {
     name: encoder for name, encoder in (ENCODERS | RERANKERS).items()
-    if name not in ("bert-reranker", "embedding-gemma-plain")
+    if name not in ("bert-reranker", "embedding-gemma-plain", "jina3")
 }  # fmt: skip
 
 
@@ -245,16 +256,22 @@ def new_encoder(encoder: Encoder, folder: Path, **fields: Any) -> Any:
     from safetensors.torch import save_file
 
     from tests.support.family_models import randomized
+    from tests.support.remote_encoders import REMOTE, as_published_jina3
 
     folder.mkdir(parents=True, exist_ok=True)
     size = write_tokenizer(encoder, folder)
     torch.manual_seed(7)
     own = {"pad_token_id": 1 if encoder.tokenizer == "unigram" else 0, **encoder.fields, "vocab_size": size, **fields}
-    config = getattr(transformers, encoder.config)(**own)
-    config.architectures = [encoder.model]
-    config._attn_implementation = "eager"
-    model = randomized(getattr(transformers, encoder.model)(config).eval())
+    if encoder.model in REMOTE:
+        model: Any = REMOTE[encoder.model]({"architectures": [encoder.model], **own})
+    else:
+        config = getattr(transformers, encoder.config)(**own)
+        config.architectures = [encoder.model]
+        config._attn_implementation = "eager"
+        model = randomized(getattr(transformers, encoder.model)(config).eval())
     model.save_pretrained(folder, save_original_format=True)
+    if folder.name == "jina3-published":
+        as_published_jina3(folder)
     write_modules(encoder, folder)
     for number in (2, 3) if encoder.dense else ():
         sizes = (encoder.dense, own["hidden_size"]) if number == 2 else (own["hidden_size"], encoder.dense)

@@ -18,6 +18,7 @@ from bridge.models.families.gpt_oss import GPT_OSS
 from bridge.models.families.granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE
 from bridge.models.families.hunyuan import HUNYUAN, HUNYUAN_MOE
 from bridge.models.families.jamba import JAMBA
+from bridge.models.families.jina import JINA2, JINA3, PUBLISHED_JINA3
 from bridge.models.families.lfm2 import LFM2, LFM2_MOE
 from bridge.models.families.llama import LLAMA, SEED_OSS, SMOLLM3
 from bridge.models.families.llama4 import LLAMA4
@@ -40,6 +41,6 @@ ALL = (
     OLMO2, COMMAND_R, STARCODER2, GPT2, DEEPSEEK2, GPT_OSS, BITNET, QWEN3_5, QWEN3_5_MOE, SEED_OSS, OLMO3, EXAONE4,
     ERNIE4_5, ERNIE4_5_MOE, GRANITE_MOE, LFM2, LFM2_MOE, HUNYUAN, HUNYUAN_MOE, MINIMAX_M2, MINIMAX_M3,
     GLM4_MOE_LITE, GLM4V_MOE, GRANITE_HYBRID, NEMOTRON_H_MOE, NEMOTRON_H, MAMBA2, JAMBA, FALCON_H1, DEEPSEEK32,
-    BERT, ROBERTA, MODERN_BERT, PUBLISHED_NOMIC_BERT, NOMIC_BERT,
+    JINA2, PUBLISHED_JINA3, BERT, ROBERTA, JINA3, MODERN_BERT, PUBLISHED_NOMIC_BERT, NOMIC_BERT,
     GLM5, APERTUS, DEEPSEEK4, SOLAR_OPEN, DOTS1, GEMMA4_UNIFIED,
 )  # fmt: skip
