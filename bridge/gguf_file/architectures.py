@@ -195,6 +195,7 @@ ARCHITECTURES = {
     "jina-bert-v2": Graph(**_ENCODER, unrotated_every=1, alibi=True),
     "jina-bert-v3": Graph(**_ENCODER, gated=False),
     "nomic-bert": Graph(**{**_ENCODER, "gelu": False}),
+    "nomic-bert-moe": Graph(**_ENCODER, gated=False, expert_every=2, unnormalized=True),
     "modern-bert": Graph(
         causal=False, layer_norm=True, embedding_norm=True, gelu=True, erf=True, head_gelu=True, head_mean=True,
         windows=Windows(3, base=10000.0, last=False),

@@ -15,10 +15,11 @@ from bridge.models.config.rope import interleaved_rows
 from bridge.models.family import HEAD, Family, Row
 from bridge.models.outline import Fold, Outline, OutlineTensor, Part
 
-# buffers in old checkpoints that every runtime computes itself, and adapters inside of a checkpoint
+# buffers in old checkpoints that every runtime computes itself, adapters inside of a checkpoint, and what nomic's
+# experts add to their sum
 _BUFFERS = re.compile(
     r"(.*\.)?(rotary_emb\.(inv_freq|cos_cached|sin_cached)|attn\.(masked_)?bias|self_attn\.bias"
-    r"|parametrizations\.weight\.\d+\.lora_[AB])$"
+    r"|parametrizations\.weight\.\d+\.lora_[AB]|mlp\.experts\.bias)$"
 )
 
 

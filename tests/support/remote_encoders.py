@@ -193,3 +193,10 @@ def as_published_jina3(folder: Path) -> None:
         "rotary_emb_base": base, "lora_adaptations": list(TASKS), "lora_rank": 4, "lora_alpha": 1,
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
+
+
+def as_published_nomic(folder: Path, config: dict[str, Any]) -> None:
+    """nomic-embed-text with the keys of its repository."""
+    own = json.loads((folder / "config.json").read_text())
+    config = {"architectures": ["NomicBertModel"], "vocab_size": own["vocab_size"], **config}
+    (folder / "config.json").write_text(json.dumps(config))

@@ -26,7 +26,7 @@ from bridge.models.families.mamba2 import MAMBA2
 from bridge.models.families.minimax import MINIMAX_M2, MINIMAX_M3
 from bridge.models.families.mistral import MISTRAL, MISTRAL3, MIXTRAL
 from bridge.models.families.mistral4 import MISTRAL4
-from bridge.models.families.modern_bert import MODERN_BERT, NOMIC_BERT, PUBLISHED_NOMIC_BERT
+from bridge.models.families.modern_bert import MODERN_BERT, NOMIC_BERT, NOMIC_BERT_MOE, PUBLISHED_NOMIC_BERT
 from bridge.models.families.nemotron_h import NEMOTRON_H, NEMOTRON_H_MOE
 from bridge.models.families.olmo import OLMO2, OLMO3
 from bridge.models.families.phi import PHI3, PHIMOE
@@ -41,6 +41,6 @@ ALL = (
     OLMO2, COMMAND_R, STARCODER2, GPT2, DEEPSEEK2, GPT_OSS, BITNET, QWEN3_5, QWEN3_5_MOE, SEED_OSS, OLMO3, EXAONE4,
     ERNIE4_5, ERNIE4_5_MOE, GRANITE_MOE, LFM2, LFM2_MOE, HUNYUAN, HUNYUAN_MOE, MINIMAX_M2, MINIMAX_M3,
     GLM4_MOE_LITE, GLM4V_MOE, GRANITE_HYBRID, NEMOTRON_H_MOE, NEMOTRON_H, MAMBA2, JAMBA, FALCON_H1, DEEPSEEK32,
-    JINA2, PUBLISHED_JINA3, BERT, ROBERTA, JINA3, MODERN_BERT, PUBLISHED_NOMIC_BERT, NOMIC_BERT,
+    JINA2, PUBLISHED_JINA3, BERT, ROBERTA, JINA3, MODERN_BERT, PUBLISHED_NOMIC_BERT, NOMIC_BERT_MOE, NOMIC_BERT,
     GLM5, APERTUS, DEEPSEEK4, SOLAR_OPEN, DOTS1, GEMMA4_UNIFIED,
 )  # fmt: skip
