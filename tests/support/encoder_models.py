@@ -116,9 +116,10 @@ RERANKERS = {
         {**XLM, "num_labels": 1}, "unigram"),
     "modern-bert-reranker": Encoder("ModernBertForSequenceClassification", "ModernBertConfig", {**MODERN,
         "num_labels": 1, "classifier_pooling": "mean"}, "roberta"),
-    "qwen3-score": Encoder("Qwen3ForSequenceClassification", "Qwen3Config", {**QWEN3, "num_labels": 1}, "bpe"),
+    "qwen3-score": Encoder("Qwen3ForSequenceClassification", "Qwen3Config", {**QWEN3, "num_labels": 1,
+        "pad_token_id": None}, "bpe"),
     "qwen3-scores": Encoder("Qwen3ForSequenceClassification", "Qwen3Config", {**QWEN3, "num_labels": 3,
-        "tie_word_embeddings": False}, "bpe"),
+        "tie_word_embeddings": False, "pad_token_id": None}, "bpe"),
     "qwen3-reranker": Encoder("Qwen3ForCausalLM", "Qwen3Config", QWEN3, "bpe"),
     "qwen3-reranker-untied": Encoder("Qwen3ForCausalLM", "Qwen3Config", {**QWEN3, "tie_word_embeddings": False}, "bpe"),
 }  # fmt: skip
@@ -128,6 +129,8 @@ CONVERTED = {
     name: encoder for name, encoder in (ENCODERS | RERANKERS).items()
     if name not in ("bert-reranker", "embedding-gemma-plain", "jina3") and "score" not in name
 }  # fmt: skip
+
+PUBLISHED = {"nomic-bert-published", "nomic-bert-moe"}  # transformers would read other keys than those published
 
 
 def write_wordpiece(folder: Path) -> int:

@@ -91,7 +91,7 @@ _QUESTION = (
 
 
 def _reranks(config: Config) -> bool:
-    """Whether a model is asked as a Qwen3 reranker is, by its folder's name, the name in config.json, or its card's heading."""
+    """Whether a model is asked as Qwen3-Reranker is, by its folder's name, the name in config.json, or its card."""
     folder = config.path.parent
     card = read_text(folder / "README.md") if (folder / "README.md").is_file() else ""
     names = folder.resolve().name, str(config.get("_name_or_path", ""))
