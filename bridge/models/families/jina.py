@@ -24,11 +24,14 @@ from bridge.models.family import Expected, Family, Row, decoder, required
 
 _BLOCK = "encoder.layer.{}."
 
+_NAMES2 = ("JinaBertModel", "JinaBertForMaskedLM")
+
 JINA2 = Family(
-    titles=("Jina Embeddings v2¹⁸",), arch="jina-bert-v2", architectures=("JinaBertModel", "JinaBertForMaskedLM"),
+    titles=("Jina Embeddings v2¹⁸",), arch="jina-bert-v2", architectures=_NAMES2,
     model_type="bert",
     keys={**BERT.keys, "max_position_embeddings": 8192},
-    chosen=lambda config: config.get("position_embedding_type") == "alibi",
+    chosen=lambda config: config.get("position_embedding_type") == "alibi"
+    or not {*_NAMES2}.isdisjoint(config.get("architectures") or ()),
     expects=(
         GELU, Expected("position_embedding_type", ("alibi",), written=True),
         Expected("feed_forward_type", ("geglu",), written=True),
