@@ -33,6 +33,7 @@ def parts(graph: Graph) -> list[str]:
         "chunks": graph.chunked, "capped scores": graph.score_cap, "sinks": graph.sinks,
         "gated heads": graph.output_gate or graph.gate_matrix, "heads normalized together": graph.normed_together,
         "heads normalized after their rotation": graph.norms_rotated, "layers without rotation": graph.unrotated_every,
+        "scores less distances": graph.alibi,
         "temperatures": graph.temperature, "layer norms": graph.layer_norm, "norms of what is added": graph.post_norm,
         "norms of the state with what is added": graph.renormed,
         "norms within": graph.sub_norm, "networks beside attention": graph.parallel,

@@ -26,6 +26,7 @@ from tests.conftest import CHECKPOINT, PATIENCE, ROOT
 from tests.models.template.test_hub import Hub
 from tests.support.adapters import low_rank, write_adapter
 from tests.support.command_line import edit_json
+from tests.support.encoder_models import ENCODERS, RERANKERS, new_encoder
 
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
@@ -341,6 +342,10 @@ def test_a_python_snippet_runs(code, tmp_path, small_model, request, monkeypatch
     for name, there in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).symlink_to(there)
+    for name, kind in (("model-embedding", "bert"), ("model-reranker", "bert-reranker")):
+        if name in code:
+            pytest.importorskip("transformers")
+            new_encoder((ENCODERS | RERANKERS)[kind], tmp_path / name)
     if "bridge.convert(" not in code:
         bridge.convert(CHECKPOINT, tmp_path / "model.gguf")
     exec(compile(code, "snippet", "exec"), {"bridge": bridge, "torch": torch, "x": X[0], "X": X})

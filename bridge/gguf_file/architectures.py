@@ -84,6 +84,7 @@ class Graph:
     score_cap: float = 0.0  # c: scores are c tanh(s / c), if attn_logit_softcapping is missing; 0: never
     unrotated_every: int = 0  # every n-th layer rotates nothing; 0: all rotate
     windows: Windows | None = None  # of the layers that attend to one; None: all attend to everything
+    alibi: bool = False  # scores lose a part of the distance between the tokens, see `DecoderConfig.slopes`
     chunked: bool = False  # the window is a chunk of positions, one of many of the same size
     temperature: tuple[float, int, int] | None = None  # factor, length and offset, see `DecoderConfig.temperatures`
     state: State | None = None  # of the layers that have one in place of attention
@@ -221,7 +222,10 @@ ARCHITECTURES = {
     "starcoder2": Graph(layer_norm=True, gated=False, gelu=True),
     "gpt2": Graph(layer_norm=True, gated=False, gelu=True, unrotated_every=1, positions=True),
     "bert": Graph(**_ENCODER, gated=False, unrotated_every=1, positions=True),
+    "jina-bert-v2": Graph(**_ENCODER, unrotated_every=1, alibi=True),
+    "jina-bert-v3": Graph(**_ENCODER, gated=False),
     "nomic-bert": Graph(**{**_ENCODER, "gelu": False}),
+    "nomic-bert-moe": Graph(**_ENCODER, gated=False, expert_every=2, unnormalized=True),
     "modern-bert": Graph(
         causal=False, layer_norm=True, embedding_norm=True, gelu=True, erf=True, head_gelu=True, head_mean=True,
         windows=Windows(3, base=10000.0, last=False),

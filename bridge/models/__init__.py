@@ -267,9 +267,11 @@ def _with_more(args: Arguments, family: Family, values: Config) -> Arguments:
 
 
 def _with_start(name: str, family: Family) -> str:
-    """A name as the table has it: with the table's start, and today's names of a norm's parts."""
+    """A name as the table has it: with the table's start, and today's names of a norm's parts; that of a weight with
+    adapters (PyTorch's parametrizations) is the weight's."""
     start = next((start for start in family.starts if name.startswith(start)), "")
     name = family.starts.get(start, "") + name.removeprefix(start)
+    name = name.replace(".parametrizations.weight.original", ".weight")
     module, _, part = name.rpartition(".")
     return f"{module}.{_OLD_PARTS[part]}" if part in _OLD_PARTS else name
 

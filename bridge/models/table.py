@@ -14,8 +14,12 @@ from bridge.models.config.rope import interleaved_rows
 from bridge.models.family import HEAD, Family, Row
 from bridge.models.outline import Fold, Outline, OutlineTensor, Part, Stack
 
-# buffers in old checkpoints that every runtime computes itself
-_BUFFERS = re.compile(r"(.*\.)?(rotary_emb\.(inv_freq|cos_cached|sin_cached)|attn\.(masked_)?bias|self_attn\.bias)$")
+# buffers in old checkpoints that every runtime computes itself, adapters inside of a checkpoint, and what nomic's
+# experts add to their sum
+_BUFFERS = re.compile(
+    r"(.*\.)?(rotary_emb\.(inv_freq|cos_cached|sin_cached)|attn\.(masked_)?bias|self_attn\.bias"
+    r"|parametrizations\.weight\.\d+\.lora_[AB]|mlp\.experts\.bias)$"
+)
 
 
 def fill_table(family: Family, args: Arguments, names: Mapping[str, Sequence[int]]) -> Outline:

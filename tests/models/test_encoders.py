@@ -13,6 +13,7 @@ import pytest
 
 import bridge
 from bridge.errors import BridgeError
+from bridge.runtime.decoder.numpy_machine import NumpyMachine
 from scripts.peers.llama.llama_cpp import LlamaCpp
 from tests.models.test_converter import assert_is_golden
 from tests.support.encode import write_gptq
@@ -79,6 +80,9 @@ def test_an_encoders_vectors_are_those_of_transformers_and_of_llama_cpp(name: st
     gguf = converted(folder)
     with bridge.Model.load(gguf, precision="f32", kv="f32") as model:
         ours = model.embed(TEXTS)
+        plain, pooler = NumpyMachine(model._decoder.weights, model.config), model.pooler(None)
+        pooler(0, plain.read(ids_of(folder, TEXTS[-1])))
+        np.testing.assert_allclose(pooler.vector(normalize=True), ours[-1], atol=2e-5)
         assert [model.tokenizer.encode(text) for text in TEXTS] == [ids_of(folder, text) for text in TEXTS]
     expected = [pooled(encoder, folder, states(reference, ids_of(folder, text))) for text in TEXTS]
     np.testing.assert_allclose(ours, expected, atol=2e-5)
@@ -98,7 +102,7 @@ def test_a_rerankers_scores_are_those_of_transformers_and_of_llama_cpp(name: str
     gguf = converted(folder)
     with bridge.Model.load(gguf, precision="f32", kv="f32") as model:
         pairs = [model.ranker.tokens(QUERY, document) for document in DOCUMENTS]
-        if "qwen3" in name:
+        if "qwen3-reranker" in name:
             asked = [f"<Query>: {QUERY}\n<Document>: {document}<|im_end|>" for document in DOCUMENTS]
             texts = [model.tokenizer.decode(pair, special=True) for pair in pairs]
             assert all(question in text for question, text in zip(asked, texts, strict=True))
@@ -107,7 +111,10 @@ def test_a_rerankers_scores_are_those_of_transformers_and_of_llama_cpp(name: str
         scores = model.rerank(QUERY, DOCUMENTS)
     with torch.no_grad():
         logits = [reference(torch.tensor([ids])).logits[0] for ids in pairs]
-    if "qwen3" in name:  # the share of "yes" beside "no", after the last token
+    if "qwen3-score" in name:  # the share of the first class
+        both = [torch.cat([row, torch.zeros(1)]) if len(row) == 1 else row for row in logits]
+        expected = [float(row.softmax(0)[0]) for row in both]
+    elif "qwen3" in name:  # the share of "yes" beside "no", after the last token
         ids = {token["content"]: token["id"] for token in added_tokens(folder)}
         expected = [float(rows[-1, [ids["yes"], ids["no"]]].softmax(0)[0]) for rows in logits]
     else:
@@ -182,6 +189,54 @@ def test_modules_that_llama_cpp_does_not_have_are_refused(tmp_path: Path) -> Non
     (folder / "modules.json").write_text(json.dumps([{"type": "sentence_transformers.models.LSTM", "path": ""}]))
     with pytest.raises(BridgeError, match=r"llama\.cpp has no LSTM after a model"):
         converted(folder)
+
+
+def test_a_vocab_txt_alone_is_the_tokenizer_that_tokenizer_json_is(tmp_path: Path) -> None:
+    import gguf
+
+    folder = tmp_path / "bert"
+    new_encoder(ENCODERS["bert"], folder)
+    of_json = converted(folder).rename(tmp_path / "json.gguf")
+    vocab = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"]
+    (folder / "vocab.txt").write_text("".join(f"{text}\n" for text in sorted(vocab, key=vocab.get)), encoding="utf-8")
+    (folder / "tokenizer.json").unlink()
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "strip_accents": False}))
+    keys = [
+        {name: field.contents() for name, field in gguf.GGUFReader(file).fields.items() if "tokenizer" in name}
+        for file in (of_json, converted(folder))
+    ]
+    assert keys[0] == keys[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "problem"),
+    [
+        ("jina2", {"feed_forward_type": "reglu"}, "feed_forward_type is 'reglu'"),
+        ("jina2", {"hidden_act": "relu"}, "hidden_act is 'relu'"),
+        ("jina2", {"position_embedding_type": "absolute"}, "position_embedding_type is 'absolute'"),
+        ("nomic-bert-published", {"prenorm": True}, "prenorm is True"),
+        ("nomic-bert-moe", {"moe_every_n_layers": 3}, "moe_every_n_layers is 3"),
+        ("nomic-bert-moe", {"moe_normalize_expert_weights": True}, "moe_normalize_expert_weights is True"),
+    ],
+)
+def test_what_llama_cpps_graph_of_an_encoder_does_not_have_is_refused(
+    name: str, change: dict[str, Any], problem: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / name
+    new_encoder(ENCODERS[name], folder)
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    with pytest.raises(BridgeError, match=problem):
+        converted(folder)
+
+
+def test_the_adapters_inside_of_jina_v3_are_left_out_with_a_note(tmp_path: Path) -> None:
+    folder = tmp_path / "jina3-published"
+    new_encoder(ENCODERS[folder.name], folder)
+    report = bridge.convert(folder, tmp_path / "m.gguf")
+    assert "the adapters for retrieval.query, classification are left out" in report.notes
+    assert not any("lora" in tensor.name for tensor in report.tensors)
 
 
 def test_an_encoder_continues_no_text_and_a_reranker_has_no_pooling_of_its_own(tmp_path: Path) -> None:

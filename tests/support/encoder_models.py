@@ -56,6 +56,23 @@ MODERN: dict[str, Any] = {
     **SIZES, "num_hidden_layers": 5, "local_attention": 16, "pad_token_id": 1, "bos_token_id": 2048,
     "eos_token_id": 2050, "cls_token_id": 2048, "sep_token_id": 2050, "layer_norm_eps": 1e-5,
 }  # fmt: skip
+JINA2: dict[str, Any] = {
+    **SIZES, "model_type": "bert", "position_embedding_type": "alibi", "feed_forward_type": "geglu",
+    "hidden_act": "gelu", "layer_norm_eps": 1e-12, "type_vocab_size": 2,
+}  # fmt: skip
+JINA3: dict[str, Any] = {**XLM, "rope_parameters": {"rope_type": "default", "rope_theta": 20000.0}}
+NOMIC: dict[str, Any] = {  # as published
+    "model_type": "nomic_bert", "n_embd": 32, "n_head": 4, "n_inner": 64, "n_layer": 3, "n_positions": 8192,
+    "max_trained_positions": 2048, "layer_norm_epsilon": 1e-12, "activation_function": "swiglu", "causal": False,
+    "prenorm": False, "qkv_proj_bias": False, "mlp_fc1_bias": False, "mlp_fc2_bias": False, "type_vocab_size": 2,
+    "rotary_emb_base": 1000, "rotary_emb_fraction": 1.0, "rotary_emb_interleaved": False, "rotary_emb_scale_base": None,
+}  # fmt: skip
+NOMIC_MOE: dict[str, Any] = {
+    **NOMIC, "architectures": ["NomicBertModel"], "n_positions": 2048, "layer_norm_epsilon": 1e-5,
+    "activation_function": "gelu", "qkv_proj_bias": True, "mlp_fc1_bias": True, "mlp_fc2_bias": True,
+    "type_vocab_size": 1, "rotary_emb_base": 10000.0, "moe_every_n_layers": 2, "num_experts": 4, "moe_top_k": 2,
+    "moe_normalize_expert_weights": False,
+}  # fmt: skip
 QWEN3: dict[str, Any] = {
     **SIZES, "head_dim": 16, "num_key_value_heads": 2, "tie_word_embeddings": True, "eos_token_id": 0,
 }  # fmt: skip
@@ -73,8 +90,18 @@ ENCODERS = {
     "modern-bert": Encoder("ModernBertModel", "ModernBertConfig", MODERN, "roberta", "cls_token"),
     "modern-bert-silu": Encoder("ModernBertForMaskedLM", "ModernBertConfig", {**MODERN, "num_hidden_layers": 4,
         "global_attn_every_n_layers": 2, "hidden_activation": "silu"}, "roberta", "mean_tokens"),
+    "jina2": Encoder("JinaBertForMaskedLM", "", JINA2, pooling="mean_tokens"),
+    "jina2-heads": Encoder("JinaBertModel", "", {**JINA2, "hidden_size": 96, "num_attention_heads": 6}, "roberta",
+        "mean_tokens"),
+    "jina3": Encoder("JinaEmbeddingsV3Model", "JinaEmbeddingsV3Config", JINA3, "unigram", "mean_tokens"),
+    "jina3-published": Encoder("JinaEmbeddingsV3Model", "JinaEmbeddingsV3Config", {**JINA3, "num_attention_heads": 2},
+        "unigram", "mean_tokens"),
     "nomic-bert": Encoder("NomicBertModel", "NomicBertConfig", {**SIZES, "type_vocab_size": 2},
         pooling="mean_tokens"),
+    "nomic-bert-published": Encoder("NomicBertModel", "NomicBertConfig", {**SIZES, "num_hidden_layers": 3,
+        "type_vocab_size": 2, "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0}},
+        pooling="mean_tokens"),
+    "nomic-bert-moe": Encoder("NomicMoe", "", NOMIC_MOE, "unigram", "mean_tokens"),
     "qwen3-embedding": Encoder("Qwen3Model", "Qwen3Config", QWEN3, "bpe", "lasttoken"),
     "qwen3-embedding-untied": Encoder("Qwen3ForCausalLM", "Qwen3Config", {**QWEN3, "tie_word_embeddings": False,
         "num_key_value_heads": 4, "head_dim": 8}, "bpe", "lasttoken"),
@@ -89,15 +116,21 @@ RERANKERS = {
         {**XLM, "num_labels": 1}, "unigram"),
     "modern-bert-reranker": Encoder("ModernBertForSequenceClassification", "ModernBertConfig", {**MODERN,
         "num_labels": 1, "classifier_pooling": "mean"}, "roberta"),
+    "qwen3-score": Encoder("Qwen3ForSequenceClassification", "Qwen3Config", {**QWEN3, "num_labels": 1,
+        "pad_token_id": None}, "bpe"),
+    "qwen3-scores": Encoder("Qwen3ForSequenceClassification", "Qwen3Config", {**QWEN3, "num_labels": 3,
+        "tie_word_embeddings": False, "pad_token_id": None}, "bpe"),
     "qwen3-reranker": Encoder("Qwen3ForCausalLM", "Qwen3Config", QWEN3, "bpe"),
     "qwen3-reranker-untied": Encoder("Qwen3ForCausalLM", "Qwen3Config", {**QWEN3, "tie_word_embeddings": False}, "bpe"),
 }  # fmt: skip
 # what the converter makes the same of; it drops BERT's pooler, which is a part of its head, and which layers of Gemma
-# have a window
+# have a window, knows Jina v3 by its published names alone, and no Qwen3 with a head of its own
 CONVERTED = {
     name: encoder for name, encoder in (ENCODERS | RERANKERS).items()
-    if name not in ("bert-reranker", "embedding-gemma-plain")
+    if name not in ("bert-reranker", "embedding-gemma-plain", "jina3") and "score" not in name
 }  # fmt: skip
+
+PUBLISHED = {"nomic-bert-published", "nomic-bert-moe"}  # transformers would read other keys than those published
 
 
 def write_wordpiece(folder: Path) -> int:
@@ -228,7 +261,7 @@ def write_modules(encoder: Encoder, folder: Path) -> None:
         f"pooling_mode_{mode}": mode == encoder.pooling
         for mode in ("cls_token", "mean_tokens", "max_tokens", "lasttoken")
     }
-    width = encoder.fields["hidden_size"]
+    width = encoder.fields.get("hidden_size", encoder.fields.get("n_embd"))
     (folder / "1_Pooling/config.json").write_text(json.dumps({"word_embedding_dimension": width, **modes}))
     for number, sizes in ((2, (width, encoder.dense)), (3, (encoder.dense, width))):
         if encoder.dense:
@@ -245,16 +278,24 @@ def new_encoder(encoder: Encoder, folder: Path, **fields: Any) -> Any:
     from safetensors.torch import save_file
 
     from tests.support.family_models import randomized
+    from tests.support.remote_encoders import REMOTE, as_published_jina3, as_published_nomic
 
     folder.mkdir(parents=True, exist_ok=True)
     size = write_tokenizer(encoder, folder)
     torch.manual_seed(7)
     own = {"pad_token_id": 1 if encoder.tokenizer == "unigram" else 0, **encoder.fields, "vocab_size": size, **fields}
-    config = getattr(transformers, encoder.config)(**own)
-    config.architectures = [encoder.model]
-    config._attn_implementation = "eager"
-    model = randomized(getattr(transformers, encoder.model)(config).eval())
+    if encoder.model in REMOTE:
+        model: Any = REMOTE[encoder.model]({"architectures": [encoder.model], **own})
+    else:
+        config = getattr(transformers, encoder.config)(**own)
+        config.architectures = [encoder.model]
+        config._attn_implementation = "eager"
+        model = randomized(getattr(transformers, encoder.model)(config).eval())
     model.save_pretrained(folder, save_original_format=True)
+    if folder.name == "jina3-published":
+        as_published_jina3(folder)
+    if folder.name == "nomic-bert-published":
+        as_published_nomic(folder, NOMIC)
     write_modules(encoder, folder)
     for number in (2, 3) if encoder.dense else ():
         sizes = (encoder.dense, own["hidden_size"]) if number == 2 else (own["hidden_size"], encoder.dense)

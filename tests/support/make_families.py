@@ -26,7 +26,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from tests.support.drafter_models import DRAFTERS, write_config
-from tests.support.encoder_models import CONVERTED, new_encoder
+from tests.support.encoder_models import CONVERTED, PUBLISHED, new_encoder
 from tests.support.family_models import MODELS, PUBLISHED_AS, TEMPLATES, copy_tokenizer, new_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -402,6 +402,7 @@ def main(llama_cpp: Path, names: list[str]) -> None:
     import torch
     from conversion import ModelBase, ModelType, TextModel, get_model_architecture, get_model_class
 
+    load_hparams = ModelBase.load_hparams
     TextModel.get_vocab_base_pre = lambda self, tokenizer: "llama-bpe"
     for goldens in (GOLDENS, ENCODER_GOLDENS):
         goldens.mkdir(exist_ok=True)
@@ -410,7 +411,8 @@ def main(llama_cpp: Path, names: list[str]) -> None:
         with tempfile.TemporaryDirectory() as where, torch.inference_mode():
             folder, out = Path(where) / (name if name in CONVERTED else "model"), Path(where) / "out.gguf"
             shapes = save_encoder(name, folder) if name in CONVERTED else save_checkpoint(name, folder)
-            if name.removesuffix(MTP) in UNREADABLE:
+            ModelBase.load_hparams = staticmethod(load_hparams)
+            if name.removesuffix(MTP) in UNREADABLE | PUBLISHED:
                 config = json.loads((folder / "config.json").read_text())
                 config |= config.get("text_config", {})
                 ModelBase.load_hparams = staticmethod(lambda *_, config=config, **__: dict(config))

@@ -30,6 +30,7 @@ from bridge.models.families.hunyuan import HUNYUAN, HUNYUAN_MOE, HY3
 from bridge.models.families.hy_v4 import HY_V4
 from bridge.models.families.jais2 import JAIS2
 from bridge.models.families.jamba import JAMBA
+from bridge.models.families.jina import JINA2, JINA3, PUBLISHED_JINA3
 from bridge.models.families.kimi_linear import KIMI_K3, KIMI_LINEAR
 from bridge.models.families.laguna import LAGUNA
 from bridge.models.families.lfm2 import LFM2, LFM2_MOE
@@ -42,7 +43,7 @@ from bridge.models.families.mimo import MIMO2
 from bridge.models.families.minimax import MINIMAX_M2, MINIMAX_M3
 from bridge.models.families.mistral import MISTRAL, MISTRAL3, MIXTRAL
 from bridge.models.families.mistral4 import MISTRAL4
-from bridge.models.families.modern_bert import MODERN_BERT, NOMIC_BERT, PUBLISHED_NOMIC_BERT
+from bridge.models.families.modern_bert import MODERN_BERT, NOMIC_BERT, NOMIC_BERT_MOE, PUBLISHED_NOMIC_BERT
 from bridge.models.families.muse_glimmer import MUSE_GLIMMER
 from bridge.models.families.nemotron_h import NEMOTRON_H, NEMOTRON_H_MOE
 from bridge.models.families.olmo import OLMO2, OLMO3, OLMOE
@@ -62,6 +63,7 @@ ALL = (
     MINIMAX_M3, GLM4_MOE_LITE, GLM4V_MOE, GRANITE_HYBRID, NEMOTRON_H_MOE, NEMOTRON_H, MAMBA2, JAMBA, FALCON_H1,
     DEEPSEEK32, GLM5, APERTUS, DEEPSEEK4, SOLAR_OPEN, DOTS1, GEMMA4_UNIFIED, MIMO2, DOTS3_NOTE, EXAONE_MOE, COHERE2,
     COHERE2_MOE, HY3, BAILING_MOE, BAILING_MOE2, LAGUNA, YOUTU, ARCEE, AFMOE, JAIS2, OLMOE, MELLUM, GRANITE_SWA,
-    GRANITE_MOE_SWA, BERT, ROBERTA, MODERN_BERT, PUBLISHED_NOMIC_BERT, NOMIC_BERT, GEMMA4_ASSISTANT,
-    GEMMA4_UNIFIED_ASSISTANT, DFLASH, QWEN4_EXP, KIMI_LINEAR, KIMI_K3, GLM5_NEXT, MUSE_GLIMMER, LING3, STEP35,
+    GRANITE_MOE_SWA, BERT, ROBERTA, JINA3, MODERN_BERT, PUBLISHED_NOMIC_BERT, NOMIC_BERT_MOE, NOMIC_BERT,
+    GEMMA4_ASSISTANT, GEMMA4_UNIFIED_ASSISTANT, DFLASH, QWEN4_EXP, KIMI_LINEAR, KIMI_K3, GLM5_NEXT, MUSE_GLIMMER,
+    LING3, STEP35, JINA2, PUBLISHED_JINA3,
 )  # fmt: skip

@@ -106,11 +106,15 @@ def _first_position(config: Config) -> int:
     return config.count("pad_token_id", 1) + 1
 
 
-def _roberta_sizes(config: Config, args: Arguments) -> dict[str, int]:
+def roberta_sizes(config: Config, args: Arguments) -> dict[str, int]:
+    """`encoder_sizes` without the positions up to padding's."""
     context = args.context - _first_position(config)
     if context < 1:
         raise BridgeError(f"{config.path}: max_position_embeddings {args.context} leaves no position after padding's")
     return {**encoder_sizes(config, args), "context": context}
+
+
+CONTEXT = Key("context_length", size="context")
 
 
 def _positions(args: Arguments, source: str) -> tuple[Part, ...]:
@@ -127,10 +131,10 @@ ROBERTA = replace(
     ),
     model_type="xlm-roberta",
     keys={**BERT.keys, "rms_norm_eps": 1e-5, "max_position_embeddings": 514},
-    chosen=lambda config: not config.get("lora_adaptations"),
+    chosen=lambda config: config.get("position_embedding_type") != "rotary" and not config.get("lora_adaptations"),
     in_gguf=lambda _get: False,
-    sizes=_roberta_sizes,
-    metadata=(*BERT.metadata, Key("context_length", size="context")),
+    sizes=roberta_sizes,
+    metadata=(*BERT.metadata, CONTEXT),
     starts={"roberta.": ""}, unneeded=("pooler.", "lm_head.", "embeddings.position_ids"),
     table=(
         WORDS, replace(POSITIONS, parts=_positions), TYPES, EMBEDDING_NORM,

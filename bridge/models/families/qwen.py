@@ -8,6 +8,9 @@ Qwen1.5-MoE and Qwen2-MoE have many small experts, and one shared by all tokens;
 not normalize the first ones' weights of a token's experts, norm_topk_prob must be false; it normalizes Qwen3's to a sum
 of one, and norm_topk_prob must be true, while transformers' default is false.
 
+A Qwen3 with a head for classes scores by the share of the first class. Of one class alone, that is the sigmoid of its
+logit: the GGUF has its row times 1/2 and times -1/2. llama.cpp's converter knows no such head.
+
 A Qwen3 reranker is asked whether a document answers a query; its head are the rows of "yes" and "no" of the output
 matrix, and a GGUF has that question as a chat template, "rerank". config.json does not tell such a model: its card or
 its name does.
@@ -28,6 +31,7 @@ from bridge.models.config.arguments import Arguments
 from bridge.models.config.gguf_keys import ATTENTION_BIAS, Computed
 from bridge.models.config.model_config import Config
 from bridge.models.config.rope import rope_rules
+from bridge.models.families.bert import classifies, label_count, labels
 from bridge.models.family import (
     ALL_SPARSE,
     EMBEDDINGS,
@@ -87,7 +91,7 @@ _QUESTION = (
 
 
 def _reranks(config: Config) -> bool:
-    """Whether a model is a Qwen3 reranker, by its folder's name, the name in config.json, or its card's heading."""
+    """Whether a model is asked as Qwen3-Reranker is, by its folder's name, the name in config.json, or its card."""
     folder = config.path.parent
     card = read_text(folder / "README.md") if (folder / "README.md").is_file() else ""
     names = folder.resolve().name, str(config.get("_name_or_path", ""))
@@ -95,7 +99,10 @@ def _reranks(config: Config) -> bool:
 
 
 def _answers(config: Config, _args: Arguments) -> dict[str, int]:
-    """The tokens of a reranker's two answers."""
+    """The tokens of a reranker's two answers, or the classes of a head."""
+    if classifies(config):
+        count = label_count(config)
+        return {"classes": count, "answers": max(count, 2)}
     if not _reranks(config):
         return {}
     data = read_json(config.path.parent / "tokenizer.json")
@@ -109,10 +116,17 @@ def _answer_rows(args: Arguments, source: str) -> tuple[Part, ...]:
     return (Part(source, (2, args.hidden), rows, stored=(args.vocab, args.hidden)),)
 
 
+def _class_rows(args: Arguments, source: str) -> tuple[Part, ...]:
+    if args.more["classes"] > 1:
+        return (Part(source, (args.more["classes"], args.hidden)),)
+    return tuple(Part(source, (1, args.hidden), factor=np.array([half], np.float32)) for half in (0.5, -0.5))
+
+
 def _reranker_keys(config: Config, args: Arguments) -> dict[str, Any]:
     if "answers" not in args.more:
         return {}
-    return {"pooling_type": int(PoolingType.RANK), "classifier.output_labels": ["yes", "no"]}
+    named = labels(config) if args.more.get("classes", 1) > 1 else {"classifier.output_labels": ["yes", "no"]}
+    return {"pooling_type": int(PoolingType.RANK), **named}
 
 
 def _question(config: Config) -> Mapping[str, str]:
@@ -120,7 +134,8 @@ def _question(config: Config) -> Mapping[str, str]:
 
 
 QWEN3 = Family(
-    titles=("Qwen3",), arch="qwen3", architectures=("Qwen3ForCausalLM", "Qwen3Model"), model_type="qwen3",
+    titles=("Qwen3",), arch="qwen3",
+    architectures=("Qwen3ForCausalLM", "Qwen3Model", "Qwen3ForSequenceClassification"), model_type="qwen3",
     keys=_KEYS3,
     sizes=_answers,
     metadata=(Computed(_reranker_keys), ATTENTION_BIAS),
@@ -131,7 +146,9 @@ QWEN3 = Family(
             head=replace(HEAD, when=lambda args: not args.tied and "answers" not in args.more),
         ),
         Row("lm_head", "answers hidden", name="cls.output.weight", floats="F32", parts=_answer_rows,
-            when=lambda args: "answers" in args.more),
+            when=lambda args: "answers" in args.more and "classes" not in args.more),
+        Row("score", "answers hidden", name="cls.output.weight", floats="F32", parts=_class_rows,
+            when=lambda args: "classes" in args.more),
     ),
 )  # fmt: skip
 

@@ -1,6 +1,7 @@
 """A decoder's shape, its rotary embedding, what its layers are."""
 
 from dataclasses import replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -239,6 +240,20 @@ class DecoderConfig:
             size *= 1 + 0.1 * np.log(max(self.rope_factor, 1.0))
         angles = np.arange(start, stop)[:, None] * frequencies
         return (size * np.cos(angles)).astype(np.float32), (size * np.sin(angles)).astype(np.float32)
+
+    @cached_property
+    def slopes(self) -> np.ndarray | None:
+        """float32 [heads]: what scores lose for each position between the tokens (ALiBi, arXiv:2108.12409); or None.
+
+        A geometric sequence that ends with 2^-8 at the largest power of two among the heads; those beyond it have
+        every second one of the sequence of twice as many heads.
+        """
+        if not self.graph.alibi:
+            return None
+        power = 1 << (self.heads.bit_length() - 1)
+        first = 8 * np.arange(1, power + 1) / power
+        further = 4 * np.arange(1, 2 * (self.heads - power), 2) / power
+        return np.exp2(-np.concatenate([first, further])).astype(np.float32)
 
     def temperatures(self, context: int) -> np.ndarray | None:
         """float32 [context]: what the scores of the token in each position are multiplied by; None for 1."""

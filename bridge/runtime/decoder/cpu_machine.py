@@ -307,6 +307,7 @@ class CpuMachine:
             attn.Q_BIAS: layer.q_bias, attn.K_BIAS: layer.k_bias, attn.V_BIAS: layer.v_bias,
             attn.Q_NORM: layer.q_norm if by_head else None, attn.K_NORM: layer.k_norm if by_head else None,
             attn.COS: cos, attn.SIN: sin, attn.SINKS: layer.sinks,
+            attn.SLOPES: c.slopes,
             attn.TEMPERATURES: self._positions.temperatures if c.tempered(index) else None,
         }  # fmt: skip
         rows = {attn.Q: q, attn.K: k, attn.V: v, attn.OUT: out, attn.START: self.starts}

@@ -144,7 +144,7 @@ def _network(
     g, u = product(gate, x), up and product(up, x)
     if biases is not None:
         g, u = g + biases[0], u + biases[1]
-    y = product(down, act(g, u))
+    y = product(down, act(g, np.float32(1) if u is None else u))
     return y if biases is None else y + biases[2]
 
 

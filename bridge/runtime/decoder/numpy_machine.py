@@ -183,11 +183,13 @@ class NumpyMachine:
             scores *= temperatures[positions][:, None, None]
         if c.score_cap:
             scores = c.score_cap * np.tanh(scores / c.score_cap)
+        places = np.arange(len(keys))
+        if c.slopes is not None:
+            scores -= c.slopes[:, None] * np.abs(positions[:, None] - places)[:, None]
         window, ahead = c.reach(index)
         first = positions + 1 - window if window else np.zeros_like(positions)
         if window and c.graph.chunked:
             first = positions // window * window
-        places = np.arange(len(keys))
         seen = (places <= positions[:, None] + ahead) & (places >= first[:, None])
         scores = np.where(seen[:, None], scores, -np.inf)
         sinks = np.full(c.heads, -np.inf) if layer.sinks is None else layer.sinks

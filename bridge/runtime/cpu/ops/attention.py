@@ -34,12 +34,13 @@ from bridge.runtime.cpu.ops.decoder_ops import exp, square_sum
 from bridge.system.kernels.jit import CFunction, c_function, inner, maker, specialize
 from bridge.system.kernels.memory import LANES, allocate, array_at, floats, free, next_line, to_half
 
-# words of a layer's block; addresses first. Biases, head norms, sinks, temperatures, the cap on scores, the window and
-# the chunk may be 0, and K: then there are no keys to store. PRODUCTS and PLAIN are latent_attention.py's. AHEAD:
-# positions after its own that a token attends to, of those that the batch has
+# words of a layer's block; addresses first. Biases, head norms, sinks, temperatures, slopes, the cap on scores, the
+# window and the chunk may be 0, and K: then there are no keys to store. PRODUCTS and PLAIN are latent_attention.py's.
+# AHEAD: positions after its own that a token attends to, of those that the batch has. SLOPES: of each head, what a
+# score loses for each position between the two tokens
 (Q, K, V, Q_BIAS, K_BIAS, V_BIAS, Q_NORM, K_NORM, COS, SIN, KEYS, VALUES, KEY_SCALES, VALUE_SCALES, START, OUT,
  SINKS, TEMPERATURES, HEADS, KV_HEADS, HEAD_DIM, ROTATED, NEIGHBOURS, NORM_LAST, CONTEXT, TOKENS, EPS, SCALE, CAP,
- WINDOW, CHUNK, PRODUCTS, PLAIN, AHEAD, WORDS) = range(35)  # fmt: skip
+ WINDOW, CHUNK, PRODUCTS, PLAIN, AHEAD, SLOPES, WORDS) = range(36)  # fmt: skip
 
 ROWS = 32  # that go over a tile together
 TILE = 128  # positions: 128 KB of keys and values for halves in heads of 256
@@ -200,6 +201,13 @@ def _softmax(scores, low, visible, cap, top):
 
 
 @inner
+def _subtract_distances(scores, slope, position, first):
+    """Each score less the slope times its distance from a position; the scores are of `first` and those after it."""
+    for i in range(scores.size):
+        scores[i] -= slope * np.float32(abs(position - first - i))
+
+
+@inner
 def _first_seen(p, position):
     """The first position that a token attends to: of its window, its chunk, or of all."""
     if p[CHUNK]:
@@ -289,6 +297,9 @@ def attend(blocks, count, spans, parts, sums, most, _0, first, last):
                 for r in range(row, row + group):
                     position = start + (row0 + r) // shared
                     seen = floats(s + 4 * TILE * (r - row), high - low)
+                    if p[SLOPES]:
+                        head = h * shared + (row0 + r) % shared
+                        _subtract_distances(seen, floats(p[SLOPES] + 4 * head, 1)[0], position, low)
                     before = tops[r]
                     stop = min(_end_seen(p, position, stored), high)
                     tops[r], total = _softmax(seen, max(0, _first_seen(p, position) - low), stop - low, cap, before)

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from bridge.runtime.cpu.ops import passes
-from bridge.runtime.cpu.ops.decoder_ops import clamp, exp, gelu_times, relu2_times, silu_times
+from bridge.runtime.cpu.ops.decoder_ops import clamp, erf_times, exp, gelu_times, relu2_times, silu_times
 from bridge.runtime.cpu.ops.passes import FIRST, ONE_PASS, PLACE, TOKENS, make_records, turns_and_rows
 from bridge.system.kernels.jit import CFunction, c_function, inner, maker
 from bridge.system.kernels.memory import allocate, array_at, floats, free
@@ -282,9 +282,9 @@ def _add_weighed(x, gate, added, y, hidden, _0, _1, first, last):
 
 FUNCTIONS: dict[str, Any] = {
     "choose": _choose, "gather": _gather, "records": _records, "silu": _gated, "gelu": _gated, "relu2": _ungated,
-    "clamped": _gated, "mixed": _mixed, "add_weighed": _add_weighed,
+    "clamped": _gated, "erf": _ungated, "mixed": _mixed, "add_weighed": _add_weighed,
 }  # fmt: skip
-_ACTIVATIONS = {"silu": silu_times, "gelu": gelu_times, "relu2": relu2_times, "clamped": clamp}
+_ACTIVATIONS = {"silu": silu_times, "gelu": gelu_times, "relu2": relu2_times, "clamped": clamp, "erf": erf_times}
 
 
 @maker
