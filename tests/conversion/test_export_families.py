@@ -20,6 +20,7 @@ from bridge.models.gguf_config import family_of_gguf
 from bridge.models.towers.tower import TOWER_NAME
 from tests.support.encode import load_floats
 from tests.support.family_models import MODELS, copy_tokenizer, new_model, randomized
+from tests.support.remote_models import REMOTE
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="5.23")
@@ -33,7 +34,7 @@ PLAIN = ["falcon-h1", "gemma4-moe", "nemotron-h"]  # others are of `make test-al
 
 
 def families(*without: str) -> list[Any]:
-    names = [name for name in MODELS if name not in without]
+    names = [name for name in MODELS if name not in without and name not in REMOTE]
     return [name if name in PLAIN else pytest.param(name, marks=pytest.mark.exhaustive) for name in names]
 
 
@@ -92,6 +93,14 @@ def test_layers_with_codes_have_the_logits_of_the_gguf(name: str, tmp_path: Path
     expected = logits(bridge.nn.load(path, precision="f32"))
     halves = any(".experts." in tensor.name for tensor in done.tensors if tensor.bits)  # transformers makes them so
     assert (logits(loaded(tmp_path / "new")) - expected).norm() < (5e-3 if halves else 1e-4) * expected.norm()
+
+
+@pytest.mark.parametrize("name", REMOTE)
+def test_a_model_of_its_repositorys_code_gets_its_names_and_values_back(name: str, tmp_path: Path) -> None:
+    bridge.export(gguf_of(name, tmp_path, "F32"), tmp_path / "new", dtype="F32")
+    stored, back = load_floats(tmp_path / "model"), load_floats(tmp_path / "new")
+    assert {*back} - {"lm_head.weight"} == {*stored} - {"lm_head.weight"}
+    assert max(np.abs(back[key] - values).max() for key, values in stored.items()) < 1e-6
 
 
 def test_a_language_model_gets_its_published_names_and_values_back(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.conftest import CHECKPOINT
+from tests.support.remote_models import REMOTE, save_remote
 
 TEXT: dict[str, Any] = {
     "vocab_size": 2048, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -76,6 +77,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("SmolLM3Config", {"num_hidden_layers": 5, "tie_word_embeddings": True}),
     "granite": ("GraniteConfig", {"attention_multiplier": 0.3, "embedding_multiplier": 3.0, "residual_multiplier": 0.4,
         "logits_scaling": 2.0}),
+    "minicpm": ("GraniteConfig", {"attention_multiplier": 8**-0.5, "embedding_multiplier": 12.0,
+        "residual_multiplier": 1.4 / 2**0.5, "logits_scaling": 2.0}),
+    "minicpm4": ("GraniteConfig", {"attention_multiplier": 8**-0.5, "embedding_multiplier": 12.0,
+        "residual_multiplier": 1.4 / 2**0.5, "logits_scaling": 2.0, "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": 4 * [1.25],
+            "long_factor": [1.0, 1.5, 3.0, 8.0], "original_max_position_embeddings": 64}}),
     "phi3": ("Phi3Config", {"sliding_window": 64, "original_max_position_embeddings": 256}),
     "phi3-longrope": ("Phi3Config", {"partial_rotary_factor": 0.5, "original_max_position_embeddings": 64,
         "rope_parameters": {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.25],
@@ -289,6 +296,8 @@ def new_model(name: str, **fields: Any) -> Any:
     for module in model.modules():
         if hasattr(module, "time_step_limit"):  # Nemotron-H's is 0.001 in transformers; llama.cpp has no such limit
             module.time_step_limit = (0.0, float("inf"))
+    if name in REMOTE:
+        model.save_pretrained = lambda folder, **_: save_remote(name, model, folder)
     return model.eval()
 
 

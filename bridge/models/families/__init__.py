@@ -26,6 +26,7 @@ from bridge.models.families.llama import LLAMA, SEED_OSS, SMOLLM3
 from bridge.models.families.llama4 import LLAMA4
 from bridge.models.families.mamba2 import MAMBA2
 from bridge.models.families.mellum import MELLUM
+from bridge.models.families.minicpm import MINICPM
 from bridge.models.families.minimax import MINIMAX_M2, MINIMAX_M3
 from bridge.models.families.mistral import MISTRAL, MISTRAL3, MIXTRAL
 from bridge.models.families.mistral4 import MISTRAL4
@@ -44,4 +45,5 @@ ALL = (
     GLM4_MOE_LITE, GLM4V_MOE, GRANITE_HYBRID, NEMOTRON_H_MOE, NEMOTRON_H, MAMBA2, JAMBA, FALCON_H1, DEEPSEEK32,
     GLM5, APERTUS, DEEPSEEK4, SOLAR_OPEN, DOTS1, GEMMA4_UNIFIED,
     YOUTU, ARCEE, AFMOE, JAIS2, OLMOE, MELLUM, GRANITE_SWA, GRANITE_MOE_SWA,
+    MINICPM,
 )  # fmt: skip
