@@ -152,6 +152,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "seed-oss": ("SeedOssConfig", {"head_dim": 16, "attention_bias": True}),
     "olmo3": ("Olmo3Config", {"num_hidden_layers": 5, "sliding_window": 32}),
     "exaone4": ("Exaone4Config", {"sliding_window": None, "layer_types": 2 * ["full_attention"]}),
+    "exaone4.5": ("Exaone4_5_Config", wrapped("exaone4", {**VISION, "num_key_value_heads": 1,
+        "fullatt_block_indexes": [0]}, sliding_window=None, layer_types=2 * ["full_attention"])),
     "ministral3": ("Ministral3Config", {"head_dim": 16, "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6,
         "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0,
         "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}}),

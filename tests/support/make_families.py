@@ -71,7 +71,7 @@ def checksum(values: np.ndarray) -> int:
 # models with a layer that predicts a further token, which transformers drops -> how its config counts such layers
 PREDICTING = {
     "glm4-moe": "num_nextn_predict_layers", "glm4-moe-lite": "num_nextn_predict_layers", "qwen3-next": None,
-    "qwen3.5": "mtp_num_hidden_layers", "qwen3.5-moe": "mtp_num_hidden_layers",
+    "exaone4.5": "num_nextn_predict_layers", "qwen3.5": "mtp_num_hidden_layers", "qwen3.5-moe": "mtp_num_hidden_layers",
     **dict.fromkeys(("glm5", "deepseek3.2", "nemotron-h-moe", "nemotron-3-super"), "num_nextn_predict_layers"),
 }  # fmt: skip
 MTP = "-mtp"  # at the end of their goldens' names
@@ -83,12 +83,15 @@ def add_prediction(name: str, folder: Path, shapes: dict[str, tuple[int, ...]]) 
     if (key := PREDICTING[name]) is not None:
         config[key] = 1
         (folder / "config.json").write_text(json.dumps(config))
+    config |= config.get("text_config", {})
     hidden, vocab = config["hidden_size"], config["vocab_size"]
     if name.startswith("nemotron"):
         add_nemotrons(shapes, hidden)
         return
     layers = config["num_hidden_layers"]
-    last, qwen = f"model.layers.{layers - 1}.", name.startswith("qwen")
+    last, qwen = f"model.layers.{layers - 1}.", name.startswith(("qwen", "exaone"))
+    if "vision_config" in config:
+        last = last.replace("model.", "model.language_model.", 1)
     before = "mtp.layers.0." if qwen else f"model.layers.{layers}."
     shapes |= {before + key.removeprefix(last): shape for key, shape in shapes.items() if key.startswith(last)}
     if qwen:
