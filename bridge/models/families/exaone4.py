@@ -1,4 +1,6 @@
-"""EXAONE 4 and 4.5: OLMo 2's places of norms, heads of q and k normalized; the 32 B model has a window in three of four layers.
+"""EXAONE 4 and 4.5: OLMo 2's places of norms, heads of q and k normalized.
+
+The models of 64 layers have a window in three of four.
 
 Only layers with a window are rotated where there is one. llama.cpp knows that model by its 64 layers.
 EXAONE 4.5 has images and layers that predict further tokens.
