@@ -130,6 +130,9 @@ class Graph:
     positions: bool = False  # each position has an embedding
     streams: bool = False  # there are several streams of activations
     logit_cap: float = 0.0  # as score_cap, of logits: final_logit_softcapping
+    factors_said: bool = (
+        False  # what scales embeddings, layers and logits must be said: llama.cpp's defaults are others
+    )
     logits_times: bool = False  # logits are multiplied by logit_scale, not divided
     head_gelu: bool = False  # a reranker's head has gelu between its matrices, in place of tanh
     head_mean: bool = False  # it reads the mean of all states, if classifier.pooling_type does not say otherwise
@@ -160,6 +163,7 @@ ARCHITECTURES = {
     ),
     "olmoe": Graph(normed=True, normed_together=True, unnormalized=True),
     "mellum": Graph(normed=True, windows=Windows(4, base=None, scaled=False)),
+    "minicpm": Graph(neighbours=True, factors_said=True),
     "granite_swa": Graph(neighbours=True, windows=Windows(None, tokens=None, base=None), sinks=True),
     "afmoe": Graph(
         normed=True, post_norm=True, scaled=True, gate_matrix=True, windows=Windows(4), unrotated_every=4, sigmoid=True,

@@ -137,6 +137,8 @@ def test_the_docs_list_every_family_and_tell_where_it_runs() -> None:
         ("youtu", {"rope_interleave": False}, "rope_interleave is False"),
         ("afmoe", {"layer_types": 4 * ["sliding_attention"]}, "layers other than every fourth attend to everything"),
         ("afmoe", {"mup_enabled": False}, "mup_enabled is False"),
+        ("minicpm", {"hidden_act": "relu"}, "hidden_act is 'relu'"),
+        ("minicpm", {"num_experts": 8}, "num_experts is 8; llama.cpp's converter knows no experts"),
         ("arcee", {"hidden_act": "silu"}, "hidden_act is 'silu'"),
         ("arcee", {"mlp_bias": True}, "mlp_bias is True"),
         ("jais2", {"attention_bias": False}, "attention_bias is False; .* has biases throughout"),

@@ -191,6 +191,20 @@ def test_the_tokens_of_an_image_must_be_known_where_llama_cpp_has_no_default(tmp
         bridge.convert(folder, tmp_path / "m.gguf")
 
 
+def test_the_sizes_of_images_must_be_known_where_llama_cpp_has_no_others(tmp_path: Path) -> None:
+    folder = write_checkpoint(golden_of("exaone4.5"), tmp_path / "model")
+    processor = {**PROCESSOR, "min_pixels": None, "max_pixels": None, "size": {"shortest_edge": 3136}}
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+    with pytest.raises(
+        BridgeError, match=r"max_pixels is None, must be a number of pixels; take .* mmproj_type='none'"
+    ):
+        bridge.convert(folder, tmp_path / "m.gguf")
+    processor["size"] = {"shortest_edge": 3136, "longest_edge": 50176}
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+    bridge.convert(folder, tmp_path / "m.gguf")
+    assert bridge.open_gguf(tmp_path / "mmproj-m.gguf").metadata["clip.vision.image_min_pixels"] == 3136
+
+
 def test_the_tower_can_be_left_out_and_files_are_not_replaced(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -259,7 +273,7 @@ def test_every_tower_has_a_golden() -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["gemma3", "pixtral", "minimax-m3", "glm4v-moe", "glm5-next"])
+@pytest.mark.parametrize("name", ["gemma3", "pixtral", "minimax-m3", "glm4v-moe", "glm5-next", "exaone4.5"])
 def test_llama_cpps_embeddings_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     pytest.importorskip("transformers")
@@ -269,7 +283,7 @@ def test_llama_cpps_embeddings_are_those_of_transformers(name: str, tmp_path: Pa
     model = randomized(new_model(name))
     save_checkpoint(name, tmp_path / name, model)
     bridge.convert(tmp_path / name, tmp_path / "m.gguf", tensor_types=[(".*", "F32")], mmproj_type="F32")
-    merged = name in ("minimax-m3", "glm4v-moe", "glm5-next")
+    merged = name in ("minimax-m3", "glm4v-moe", "glm5-next", "exaone4.5")
     side = 84 if merged else 56  # llama.cpp enlarges smaller ones for these
     image = np.random.default_rng(0).integers(0, 255, (side, side, 3), dtype=np.uint8)
     pixels = (image / 255 - PROCESSOR["image_mean"]) / PROCESSOR["image_std"]

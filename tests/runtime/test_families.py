@@ -345,6 +345,7 @@ def test_exaone_4_of_64_layers_has_windows_whose_layers_alone_are_rotated(tmp_pa
         ),
         ("gemma4", {"attention.value_length_swa": 8}, "keys of layers with a window, and others for values"),
         ("gemma3n", {"altup.num_inputs": 2}, "2 streams of activations .* must be 4, and the first"),
+        ("minicpm", {"residual_scale": None}, "residual_scale is missing; convert"),
         ("jamba", {"ssm.state_size": None}, "ssm.state_size is missing; convert"),
         ("falcon-h1", {"ssm.group_count": 3}, "64 values in 4 heads that share 3 groups cannot run here"),
     ],

@@ -28,6 +28,7 @@ from safetensors.numpy import save_file
 from tests.support.drafter_models import DRAFTERS, write_config
 from tests.support.encoder_models import CONVERTED, PUBLISHED, new_encoder
 from tests.support.family_models import MODELS, PUBLISHED_AS, TEMPLATES, copy_tokenizer, new_model
+from tests.support.remote_models import REMOTE
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDENS = ROOT / "tests/data/converter"
@@ -95,7 +96,7 @@ def checksum(values: np.ndarray) -> int:
 # models with a layer that predicts a further token, which transformers drops -> how its config counts such layers
 PREDICTING = {
     "glm4-moe": "num_nextn_predict_layers", "glm4-moe-lite": "num_nextn_predict_layers", "qwen3-next": None,
-    "qwen3.5": "mtp_num_hidden_layers", "qwen3.5-moe": "mtp_num_hidden_layers",
+    "exaone4.5": "num_nextn_predict_layers", "qwen3.5": "mtp_num_hidden_layers", "qwen3.5-moe": "mtp_num_hidden_layers",
     **dict.fromkeys(("glm5", "deepseek3.2", "nemotron-h-moe", "nemotron-3-super"), "num_nextn_predict_layers"),
     **dict.fromkeys(("exaone-moe", "cohere2-moe", "hy3"), "num_nextn_predict_layers"), "mimo2": None,
     "glm5-next": "num_nextn_predict_layers", "ling3": "num_nextn_predict_layers",
@@ -116,7 +117,7 @@ def add_prediction(name: str, folder: Path, shapes: dict[str, tuple[int, ...]]) 
     if name.startswith("nemotron"):
         add_nemotrons(shapes, hidden)
         return
-    layers, qwen = text["num_hidden_layers"], name.startswith("qwen")
+    layers, qwen = text["num_hidden_layers"], name.startswith(("qwen", "exaone"))
     block = "model.layers" if text is config else "model.language_model.layers"
     if name == "mimo2":
         add_mimos(shapes, hidden)
@@ -126,7 +127,7 @@ def add_prediction(name: str, folder: Path, shapes: dict[str, tuple[int, ...]]) 
         return
     of = layers - 1
     if name == "exaone-moe":  # a layer without experts, with Qwen's names
-        of, qwen = 0, True
+        of = 0
     last, before = f"{block}.{of}.", "mtp.layers.0." if qwen else f"{block}.{layers}."
     own = {key.removeprefix(last): shape for key, shape in shapes.items() if key.startswith(last)}
     shapes |= {before + key: shape for key, shape in own.items() if not key.startswith("hc_")}  # of streams
@@ -424,7 +425,11 @@ def main(llama_cpp: Path, names: list[str]) -> None:
             more: dict[str, Any] = {"sentence_transformers_dense_modules": name in CONVERTED}
             if name in DRAFTERS and (target := DRAFTERS[name].target) is not None:
                 more["target_model_dir"] = write_config(Path(where) / "target", target)
-            kind(folder, floats, out, **more).write()
+            converter = kind(folder, floats, out, **more)
+            published = (folder / "config.json").read_text() if (folder / "config.json").exists() else ""
+            if name in REMOTE:  # transformers would read it for the tokenizer, as of a model without sizes
+                (folder / "config.json").unlink()
+            converter.write()
             if name in TEMPLATES:
                 (GOLDENS / f"{name}.gguf.xz").write_bytes(lzma.compress(out.read_bytes()))
                 continue
@@ -439,7 +444,7 @@ def main(llama_cpp: Path, names: list[str]) -> None:
                 t.name: [[int(n) for n in reversed(t.shape)], checksum(np.array(t.data).reshape(-1))]
                 for t in reader.tensors
             }
-            config = json.loads((folder / "config.json").read_text())
+            config = json.loads(published)
         golden = {"config": config, "checkpoint": shapes, "arch": arch, "keys": keys, "tensors": tensors}
         text = ",\n".join(f'"{part}": {_lines(value)}' for part, value in golden.items())
         goldens = ENCODER_GOLDENS if name in CONVERTED else GOLDENS

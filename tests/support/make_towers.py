@@ -42,6 +42,9 @@ TOWERS: dict[str, tuple[str, dict[str, Any]]] = {
         "mlp_ratio": 2, "num_heads": 2, "patch_size": 14}, rope_parameters=MROPE)),
     "qwen2.5-vl": ("Qwen2_5_VLConfig", wrapped("qwen2_5_vl_text", {**QWEN, "fullatt_block_indexes": [1, 3]},
         rope_parameters=MROPE)),
+    "exaone4.5": ("Exaone4_5_Config", wrapped("exaone4", {**QWEN, "hidden_size": 128, "num_heads": 4,
+        "num_key_value_heads": 2, "fullatt_block_indexes": [1, 3]}, sliding_window=None,
+        layer_types=2 * ["full_attention"])),
     "qwen3-vl": ("Qwen3VLConfig", wrapped("qwen3_vl_text", {**QWEN, "patch_size": 16, "num_position_embeddings": 16,
         "deepstack_visual_indexes": [1, 2]}, head_dim=8, rope_parameters=MROPE)),
     "qwen3.5": ("Qwen3_5Config", wrapped("qwen3_5_text", {**QWEN, "patch_size": 16, "num_position_embeddings": 16},
@@ -72,7 +75,7 @@ TOWERS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 PROCESSOR = {
     "image_mean": [0.5, 0.25, 0.75], "image_std": [0.25, 0.5, 0.125], "size": {"height": 56, "width": 56},
-    "image_seq_length": 4, "min_image_tokens": 4, "max_image_tokens": 64,
+    "image_seq_length": 4, "min_image_tokens": 4, "max_image_tokens": 64, "min_pixels": 3136, "max_pixels": 50176,
 }  # fmt: skip
 
 # names in published repositories that transformers 5 writes otherwise

@@ -78,9 +78,25 @@ def _ling(config: dict[str, Any], weights: Weights) -> tuple[dict[str, Any], Wei
     return config, named
 
 
+def _minicpm(config: dict[str, Any], weights: Weights) -> tuple[dict[str, Any], Weights]:
+    """Of Granite, whose scores are scaled by heads."""
+    layers, rules = config["num_hidden_layers"], config.pop("rope_parameters")
+    del config["attention_multiplier"]
+    config |= {
+        "architectures": ["MiniCPMForCausalLM"], "model_type": "minicpm",
+        "scale_emb": config.pop("embedding_multiplier"),
+        "scale_depth": config.pop("residual_multiplier") * layers**0.5,
+        "dim_model_base": int(config["hidden_size"] / config.pop("logits_scaling")),
+        "rope_theta": rules.pop("rope_theta"), "rope_scaling": None if rules["rope_type"] == "default" else rules,
+    }  # fmt: skip
+    return config, weights
+
+
 REMOTE: dict[str, Callable[[dict[str, Any], Weights], tuple[dict[str, Any], Weights]]] = {
     "ling": _ling,
     "ling2": _ling2,
+    "minicpm": _minicpm,
+    "minicpm4": _minicpm,
 }
 
 

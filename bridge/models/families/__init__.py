@@ -40,6 +40,7 @@ from bridge.models.families.llama4 import LLAMA4
 from bridge.models.families.mamba2 import MAMBA2
 from bridge.models.families.mellum import MELLUM
 from bridge.models.families.mimo import MIMO2
+from bridge.models.families.minicpm import MINICPM
 from bridge.models.families.minimax import MINIMAX_M2, MINIMAX_M3
 from bridge.models.families.mistral import MISTRAL, MISTRAL3, MIXTRAL
 from bridge.models.families.mistral4 import MISTRAL4
@@ -65,5 +66,5 @@ ALL = (
     COHERE2_MOE, HY3, BAILING_MOE, BAILING_MOE2, LAGUNA, YOUTU, ARCEE, AFMOE, JAIS2, OLMOE, MELLUM, GRANITE_SWA,
     GRANITE_MOE_SWA, BERT, ROBERTA, JINA3, MODERN_BERT, PUBLISHED_NOMIC_BERT, NOMIC_BERT_MOE, NOMIC_BERT,
     GEMMA4_ASSISTANT, GEMMA4_UNIFIED_ASSISTANT, DFLASH, QWEN4_EXP, KIMI_LINEAR, KIMI_K3, GLM5_NEXT, MUSE_GLIMMER,
-    LING3, STEP35, JINA2, PUBLISHED_JINA3,
+    LING3, STEP35, JINA2, PUBLISHED_JINA3, MINICPM,
 )  # fmt: skip

@@ -14,7 +14,7 @@ from bridge.models.config.model_config import Config
 from bridge.models.family import SILU, Expected, Family, configured, decoder, gated_mlp, pre_norm_attention
 
 LLAMA = Family(
-    titles=("Llama 1 to 3.x",), arch="llama",
+    titles=("Llama 1 to 3.x", "MiniCPM 5"), arch="llama",
     architectures=("LlamaForCausalLM", "LLaMAForCausalLM"),  # the second is from its first weeks
     model_type="llama",
     # 2048 is transformers' default, for the configs of the first Llama

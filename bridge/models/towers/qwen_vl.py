@@ -1,15 +1,18 @@
-"""The towers of Qwen2-VL, Qwen2.5-VL, and of Qwen3-VL, which Qwen3.5 has too.
+"""The towers of Qwen2-VL, Qwen2.5-VL, and of Qwen3-VL, which Qwen3.5 has too; of EXAONE 4.5, which is Qwen2.5-VL's with
+fewer heads of keys.
 
 A patch is two frames of a video, of one image twice: a Conv3d, which llama.cpp has as two Conv2d. Qwen3-VL adds the
 outputs of some layers (deepstack) to the language model's first layers.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from bridge.errors import BridgeError
+from bridge.errors import BridgeError, parameter
 from bridge.models.config.model_config import Config
 from bridge.models.towers.tower import Row, Tower, Vision, qkv
+from bridge.system.fields import table
 
 _PATCHES = (
     Row("visual.patch_embed.proj", "v.patch_embd.weight", bias=None, kind="patches", change="frame 0"),
@@ -34,6 +37,27 @@ def _windows(vision: Vision) -> dict[str, Any]:
     if full != list(range(every - 1, full[-1] + 1, every)):
         raise BridgeError(f"{vision.tower.path}: fullatt_block_indexes is {full}; llama.cpp has every n-th layer only")
     return {**_merged_sizes(vision), "use_silu": True, "vision.n_wa_pattern": every}
+
+
+def _exaone(vision: Vision) -> dict[str, Any]:
+    tower = vision.tower
+    keys = {
+        **_windows(vision),
+        "vision.attention.head_count_kv": tower.integer("num_key_value_heads", 8),
+        "vision.attention.layer_norm_epsilon": tower.number("rms_norm_eps", vision.model.number("rms_norm_eps", 1e-6)),
+        "vision.window_size": tower.integer("window_size", 112),
+    }
+    sides = table(vision.processor.get("size"))
+    for key, edge in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):  # as transformers 5 names them
+        pixels = vision.processor.get(key) or sides.get(edge)
+        if type(pixels) is not int or pixels < 1:
+            raise BridgeError(
+                f"{vision.folder / 'preprocessor_config.json'}: {key} is {pixels!r}, must be a number of pixels; take "
+                f"the file of the original model, or {parameter('mmproj_type', 'none')} to convert the language model "
+                "alone"
+            )
+        keys[f"vision.image_{key}"] = pixels
+    return keys
 
 
 def _deepstack(config: Config) -> list[int]:
@@ -98,6 +122,15 @@ QWEN2_5_VL = Tower(
         Row("visual.merger.ln_q", "v.post_ln.weight"),
         Row("visual.merger.mlp.0", "mm.0.weight", bias=True),
         Row("visual.merger.mlp.2", "mm.2.weight", bias=True),
+    ),
+)  # fmt: skip
+
+EXAONE4_5 = replace(
+    QWEN2_5_VL,
+    architectures=("Exaone4_5_ForConditionalGeneration",), projector="exaone4_5", metadata=_exaone,
+    table=(
+        *(row for row in QWEN2_5_VL.table if row.share is None),
+        Row(f"{_BLOCK}.attn.qkv", "v.blk.{}.attn_qkv.weight", bias=True),
     ),
 )  # fmt: skip
 

@@ -116,6 +116,8 @@ def _read(metadata: Mapping[str, Any], arch: str, path: Path, graph: Graph) -> D
     scaling, factor = get("rope.scaling.type", str, "none"), get("rope.scaling.factor", float, 1.0)
     if scaling == "none" and f"{arch}.rope.scale_linear" in metadata:
         scaling, factor = "linear", get("rope.scale_linear", float)
+    if scaling == "longrope":  # the divisors, which are tensors, are all there is to it
+        scaling = "none"
     if scaling not in ("none", "linear", "yarn"):
         raise BridgeError(f"{path}: unknown rope scaling {scaling!r}: must be none, linear or yarn")
     base = get("rope.freq_base", float, 10000.0)
@@ -150,8 +152,9 @@ def _read(metadata: Mapping[str, Any], arch: str, path: Path, graph: Graph) -> D
         graph = replace(graph, unit_norms=False)
     if metadata.get(f"{arch}.hidden_activation") == "silu":
         graph = replace(graph, gelu=False)
-    logit_scale = get("logit_scale", float, 1.0)
     causal = bool(metadata.get(f"{arch}.attention.causal", graph.causal))
+    unscaled = None if graph.factors_said else 1.0
+    logit_scale = get("logit_scale", float, unscaled)
     rms = "" if f"{arch}.attention.layer_norm_epsilon" in metadata else "rms_"
     if graph.rms_by_key and f"{arch}.attention.layer_norm_rms_epsilon" in metadata:
         graph, rms = replace(graph, layer_norm=False), "rms_"
@@ -167,8 +170,8 @@ def _read(metadata: Mapping[str, Any], arch: str, path: Path, graph: Graph) -> D
         expert_every=graph.expert_every or get("interleave_moe_layer_step", int, 1), expert_inner=expert_inner,
         expert_latent=int(metadata.get(f"{arch}.moe_latent_size", 0)), shared_inner=shared_inner,
         routing=_read_routing(metadata, graph, get, path, experts, shared_inner) if experts else Routing(),
-        embedding_scale=get("embedding_scale", float, float(np.float32(hidden**0.5)) if graph.scaled else 1.0),
-        residual_scale=get("residual_scale", float, 1.0),
+        embedding_scale=get("embedding_scale", float, float(np.float32(hidden**0.5)) if graph.scaled else unscaled),
+        residual_scale=get("residual_scale", float, unscaled),
         logit_scale=1 / logit_scale if graph.logits_times else logit_scale,
         score_cap=get("attn_logit_softcapping", float, graph.score_cap) if graph.score_cap else 0.0,
         logit_cap=get("final_logit_softcapping", float, graph.logit_cap) if caps_logits else 0.0, window=window,
