@@ -219,7 +219,8 @@ def test_a_tower_that_is_not_of_floats_is_refused(tmp_path: Path) -> None:
 
 
 def test_every_family_has_a_way_back() -> None:
-    for family in ALL:
+    """But drafters."""
+    for family in (one for one in ALL if not one.drafter):
         assert family_of_gguf({"general.architecture": family.arch}).arch == family.arch
     with pytest.raises(BridgeError, match="architecture 'rwkv9'; known are llama, "):
         family_of_gguf({"general.architecture": "rwkv9"})
