@@ -9,9 +9,11 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
+from gguf import GGUFWriter, PoolingType
 
 import bridge
 from bridge.cli import main
+from bridge.cli.files.convert import _next_steps
 from bridge.errors import BridgeError
 from scripts.peers.llama.llama_cpp import LlamaCpp
 from tests.conftest import CHECKPOINT
@@ -147,13 +149,41 @@ def test_the_next_steps_end_the_output(run, tmp_path, command):
     ]
 
 
+@pytest.mark.parametrize(
+    ("arch", "pooling", "step"),
+    [
+        ("bert", PoolingType.MEAN, "gguf-bridge serve {}   (/v1/embeddings)"),
+        ("qwen3", PoolingType.LAST, "gguf-bridge serve {}   (/v1/embeddings)"),
+        ("qwen3", PoolingType.RANK, "gguf-bridge serve {}   (/v1/rerank)"),
+        ("modern-bert", None, "gguf-bridge serve {}   (/v1/embeddings)"),
+        ("eagle3", None, "gguf-bridge run MODEL.gguf --draft {}"),
+        ("qwen3", PoolingType.NONE, 'gguf-bridge run {} -p "Once upon a time"'),
+    ],
+)
+def test_the_next_step_is_what_a_model_can_do(arch, pooling, step, tmp_path):
+    writer = GGUFWriter(tmp_path / "m.gguf", arch)
+    if pooling is not None:
+        writer.add_pooling_type(pooling)
+    writer.add_tensor("output_norm.weight", np.ones(32, np.float32))
+    for write in (
+        writer.write_header_to_file,
+        writer.write_kv_data_to_file,
+        writer.write_tensors_to_file,
+        writer.close,
+    ):
+        write()
+    steps = _next_steps([tmp_path / "m.gguf"], modelfile=False).splitlines()
+    assert steps[:2] == ["next:", "  " + step.format(tmp_path / "m.gguf")]
+    assert len([line for line in steps if "gguf-bridge" in line]) == 1
+
+
 def test_a_shard_alone_has_no_next_steps(run, tmp_path):
     run("plan", CHECKPOINT, "-o", tmp_path / "plan.json", "--split-max-size", "1M")
     assert "next:" not in run("convert", "--plan", tmp_path / "plan.json", tmp_path / "out.gguf", "--shard", "1/3")
 
 
 def test_a_model_that_only_llama_cpp_runs_is_not_offered_to_run_here(run, tmp_path, monkeypatch):
-    monkeypatch.setattr("bridge.gguf_file.architectures.ARCHITECTURES", {})
+    monkeypatch.setattr("bridge.gguf_file.purpose.ARCHITECTURES", {})
     printed = run("convert", CHECKPOINT, tmp_path / "out.gguf")
     assert "llama-cli -m" in printed
     assert "gguf-bridge run" not in printed

@@ -85,19 +85,25 @@ def write(a: argparse.Namespace, make: Callable[[dict[str, Any], Bar], "Report"]
 
 
 def _next_steps(outputs: list[Path], modelfile: bool) -> str:
-    """The commands that run a new GGUF, with its vision tower if there is one."""
+    """The commands that use a new GGUF, with its vision tower if there is one."""
     from bridge.conversion.planning.mmproj import mmproj_path
-    from bridge.gguf_file.architectures import ARCHITECTURES
+    from bridge.gguf_file.purpose import purpose
     from bridge.gguf_file.reader import read_gguf
     from bridge.models.ollama.modelfile import ollama_line
 
     gguf = outputs[0]
-    file = shlex.quote(str(gguf))
+    file, use = shlex.quote(str(gguf)), purpose(read_gguf(gguf).metadata)
+    if use == "guesses":
+        return f"next:\n  gguf-bridge run MODEL.gguf --draft {file}"
+    if use in ("vectors", "scores"):
+        path = "rerank" if use == "scores" else "embeddings"
+        lines = [f"gguf-bridge serve {file}   (/v1/{path})", f"llama-embedding -m {file} -p 'A text'"]
+    else:
+        lines = [f"llama-cli -m {file}"]
+    if use == "text":
+        lines.insert(0, f'gguf-bridge run {file} -p "Once upon a time"')
     tower = [output for output in outputs if output == mmproj_path(gguf)]
-    lines = [f"llama-cli -m {file}"]
     if tower:
         lines.append(f"llama-mtmd-cli -m {file} --mmproj {shlex.quote(str(tower[0]))} --image IMAGE -p 'What is it?'")
     lines.append(ollama_line(gguf) + ("" if modelfile else "   (--modelfile writes the Modelfile)"))
-    if read_gguf(gguf).metadata["general.architecture"] in ARCHITECTURES:
-        lines.insert(0, f'gguf-bridge run {file} -p "Once upon a time"')
     return "\n  ".join(["next:", *lines])

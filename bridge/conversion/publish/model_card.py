@@ -16,7 +16,7 @@ from bridge.checkpoint.files.hub import is_repository
 from bridge.checkpoint.repack import Repacked
 from bridge.checkpoint.write.report import Written
 from bridge.conversion.writing.report import CALIBRATED, CARRIED, PARTLY, Report
-from bridge.gguf_file.architectures import ARCHITECTURES
+from bridge.gguf_file.purpose import purpose
 from bridge.gguf_file.reader import read_gguf
 from bridge.models.config.provenance import repository_of
 from bridge.system.fields import table
@@ -103,9 +103,13 @@ def _gguf_body(report: Report, origin: Origin, repository: str) -> list[str]:
         lines[0] += " Its integer codes were carried over instead of being quantized a second time."
     if CALIBRATED in outcomes:
         lines[0] += " Layers were quantized with a calibration text."
-    runs = [f"llama-cli -hf {repository}", f"ollama run hf.co/{repository}"]
-    if read_gguf(file).metadata.get("general.architecture") in ARCHITECTURES:
-        runs += [f"hf download {repository} --include '*.gguf' --local-dir .", f"gguf-bridge run {file.name} -p Hello"]
+    use, runs = purpose(read_gguf(file).metadata), [f"llama-cli -hf {repository}", f"ollama run hf.co/{repository}"]
+    here = {"text": f"run {file.name} -p Hello", "guesses": f"run MODEL.gguf --draft {file.name}"}
+    if use not in ("text", "text elsewhere"):
+        runs = []
+    if use != "text elsewhere":
+        runs.append(f"hf download {repository} --include '*.gguf' --local-dir .")
+        runs.append(f"gguf-bridge {here.get(use, f'serve {file.name}')}")
     sizes = [(f.name, size_text(f.stat().st_size)) for f in report.outputs]
     weights = sum(math.prod(t.shape) for t in report.tensors)
     return [
