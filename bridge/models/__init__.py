@@ -164,12 +164,12 @@ def _target(family: Family, folder: Path, target: str | Path | None) -> Config |
         )
     if target is None:
         return None
+    config = read_json(Path(target) / "config.json")
     if not family.needs_target:
         raise BridgeError(
             f"{parameter('target_model', target)}: {folder} is a {family.arch} model, which needs no other; leave it "
             "out"
         )
-    config = read_json(Path(target) / "config.json")
     return Config(text_config(config), Path(target) / "config.json")
 
 

@@ -26,6 +26,7 @@ convert out             MODEL @
 convert --config        MODEL out.gguf --config @
 convert --template      MODEL out.gguf --template @
 convert --imatrix       MODEL out.gguf --imatrix @
+convert --target-model  MODEL out.gguf --target-model @
 convert --plan          MODEL out.gguf --plan @
 convert --calibrate     MODEL out.gguf --type Q2_K --calibrate @
 convert --offload       MODEL out.gguf --type Q2_K --calibrate TEXT --offload @
@@ -39,6 +40,7 @@ quantize out            MODEL @ --type Q2_K --calibrate TEXT
 quantize out            MODEL @ --format gptq --calibrate TEXT
 quantize --config       MODEL out.gguf --type Q2_K --calibrate TEXT --config @
 quantize --template     MODEL out.gguf --type Q2_K --calibrate TEXT --template @
+quantize --target-model MODEL out.gguf --type Q2_K --calibrate TEXT --target-model @
 quantize --calibrate    MODEL out.gguf --type Q2_K --calibrate @
 quantize --offload      MODEL out.gguf --type Q2_K --calibrate TEXT --offload @
 quantize --imatrix-out  MODEL out.gguf --type Q2_K --calibrate TEXT --imatrix-out @
@@ -55,12 +57,14 @@ plan checkpoint         @
 plan --out              MODEL --out @
 plan --config           MODEL --config @
 plan --template         MODEL --template @
+plan --target-model     MODEL --target-model @
 plan --imatrix          MODEL --imatrix @
 plan --calibrate        MODEL --calibrate @
 verify gguf             @ MODEL
 verify checkpoint       GGUF @
 verify --config         GGUF MODEL --config @
 verify --template       GGUF MODEL --template @
+verify --target-model   GGUF MODEL --target-model @
 verify --report         GGUF MODEL --report @
 verify --mtp-text       GGUF MODEL --mtp-text @
 verify --mmproj         GGUF MODEL --mmproj @
