@@ -347,11 +347,10 @@ def _named(config: Config) -> tuple[Family, list[str]]:
                 return family, []
     if not names:
         raise BridgeError(f"{config.path}: has neither 'architectures' nor 'model_type'; one is needed")
-    known = ", ".join(dict.fromkeys(family.arch for family in ALL))
     tool = "llama.cpp's `python convert_hf_to_gguf.py MODEL --outtype f16 --outfile model-f16.gguf`"
     unknown = " and model_type ".join(filter(None, (", ".join(architectures), model_type)))
     raise BridgeError(
-        f"{config.path}: unknown architecture {unknown}; known are {known}. Any other needs a "
-        f"GGUF of the same model, of any type: one from the Hub, {parameter('template', 'OWNER/MODEL-GGUF')}, or "
+        f"{config.path}: unknown architecture {unknown}; docs/checkpoints.md lists those that are known. Any other "
+        f"needs a GGUF of the same model, of any type: one from the Hub, {parameter('template', 'OWNER/MODEL-GGUF')}, or "
         f"{parameter('template', 'model-f16.gguf')} made by {tool} from the unquantized model"
     )

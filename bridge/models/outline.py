@@ -21,9 +21,10 @@ from bridge.gguf_file.tensor_names import block_of, without_block
 # where a tensor comes from; "scale": what multiplies a tensor of NVFP4, a tensor of its own
 Origin = Literal["checkpoint", "config", "template", "scale"]
 FRAMES = ("frame 0", "frame 1")
+ADDED = {"+1": 1.0, "+1/5": 1 / 5, "+1/5^1.5": 1 / 5**1.5}  # what is added to norms that are stored without it
 CHANGES = (
-    "transposed", "conv1d", "squeezed", "scalar", "patches", "colours first", "swapped", "+1", "exp", "-exp",
-    "softplus", "unit columns", "targets", *FRAMES,
+    "transposed", "conv1d", "squeezed", "scalar", "patches", "colours first", "swapped", "exp", "-exp", "softplus",
+    "unit columns", "targets", *ADDED, *FRAMES,
 )  # fmt: skip
 
 COLOURS = 3
@@ -43,8 +44,8 @@ class Part:
     matrix   which matrix of a 3-D source this is
     stored   the source's shape where `rows` or `columns` pick from more than they return; after `change`
     change   what is done to the source before rows and columns are picked: "transposed"; "squeezed", dimensions of
-             one dropped; "+1", one added; "exp", e to the power of it, "-exp", minus that: the result is floats,
-             whatever it was.
+             one dropped; "+1", one added, and others of `ADDED`; "exp", e to the power of it, "-exp", minus that:
+             the result is floats, whatever it was.
              "frame 0", "frame 1": filters of one of two frames, of [out, in, frames, height, width].
              "softplus": log(1 + e to the power of it). "scalar": one number as a vector, which may be infinite.
              "unit columns": each of length one.

@@ -14,7 +14,8 @@ from gguf import GGUFReader, Keys, TokenType
 
 from bridge.errors import BridgeError
 from bridge.gguf_file.pretokenizers import byte_of
-from bridge.models.tokenizer.gguf_tokenizer import read_chat_templates
+from bridge.models.config.model_config import Config
+from bridge.models.tokenizer.gguf_tokenizer import read_chat_templates, read_tokenizer
 from bridge.models.tokenizer.vocabulary import special_text
 from scripts.peers.llama.llama_cpp import LlamaCpp
 from tests.conftest import CHECKPOINT
@@ -586,3 +587,39 @@ def test_a_tiktoken_model_that_is_none_is_refused(content: bytes, settings: dict
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     with pytest.raises(BridgeError, match=message):
         vocab_gguf(tmp_path, 64)
+
+
+PLAMO = [
+    ["<|plamo:unk|>", 0.0, "UNKNOWN"], ["<|plamo:bos|>", 0.0, "CONTROL"], ["<|plamo:eos|>", 0.0, "CONTROL"],
+    ["<|plamo:pad|>", 0.0, "CONTROL"], ["<|plamo:op|>", 0.0, "NORMAL"],
+    *([f"<0x{byte:02X}>", -9.0, "BYTE", 8, 1, 0, 0] for byte in range(256)),
+    ["a", -1.0, "NORMAL"], ["ab", -1.5, "NORMAL"],
+]  # fmt: skip
+
+
+def test_plamos_tokens_have_their_scores_and_kinds(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.jsonl").write_text("".join(json.dumps(line) + "\n" for line in PLAMO))
+    settings = {"bos_token": "<|plamo:bos|>", "eos_token": "<|plamo:eos|>", "unk_token": "<|plamo:unk|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    config = Config({"vocab_size": 266}, tmp_path / "config.json")
+    tokenizer = read_tokenizer(config, tmp_path, {}, None)
+    assert (tokenizer.model, tokenizer.pre) == ("plamo2", "default")
+    assert tokenizer.tokens[:5] + tokenizer.tokens[-5:] == [
+        *(line[0] for line in PLAMO[:5]), "a", "ab", "[PAD1]", "[PAD2]", "[PAD3]"
+    ]  # fmt: skip
+    kinds = [TokenType.UNKNOWN, *4 * [TokenType.CONTROL], *256 * [TokenType.BYTE], *2 * [TokenType.NORMAL]]
+    assert tokenizer.types == [*map(int, kinds), *3 * [int(TokenType.UNUSED)]]
+    assert tokenizer.scores == [*(line[1] for line in PLAMO), *3 * [-1000.0]]
+    assert {role: tokenizer.ids[role] for role in ("bos", "eos", "unk", "eot")} == {
+        "bos": 1,
+        "eos": 2,
+        "unk": 0,
+        "eot": 4,
+    }
+
+
+@pytest.mark.parametrize("line", ["[1, 2]", '["a", "b", "NORMAL"]', '{"a": 1}', "nonsense"])
+def test_a_line_that_is_no_token_of_plamo_is_told(line: str, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.jsonl").write_text(f'["a", 0.0, "NORMAL"]\n{line}\n')
+    with pytest.raises(BridgeError, match=r"tokenizer\.jsonl: line 2 is .* not \[text, score, kind\]"):
+        read_tokenizer(Config({"vocab_size": 2}, tmp_path / "config.json"), tmp_path, {}, None)

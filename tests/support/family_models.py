@@ -105,6 +105,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "long_factor": [1.5, 4.0], "original_max_position_embeddings": 64, "partial_rotary_factor": 0.5}}),
     "gemma2": ("Gemma2Config", {"num_hidden_layers": 3, "head_dim": 16, "query_pre_attn_scalar": 16,
         "tie_word_embeddings": True, "sliding_window": 32}),
+    "plamo3": ("Gemma3TextConfig", {"num_hidden_layers": 5, "head_dim": 16, "query_pre_attn_scalar": 16,
+        "sliding_window": 32, "hidden_activation": "silu", "layer_types": [
+            *2 * ["sliding_attention"], "full_attention", *2 * ["sliding_attention"]]}),
     "gemma3": ("Gemma3TextConfig", {"num_hidden_layers": 7, "head_dim": 16, "query_pre_attn_scalar": 16,
         "tie_word_embeddings": True, "sliding_window": 32}),
     "glm4": ("Glm4Config", {"head_dim": 8, "attention_bias": True}),

@@ -92,11 +92,45 @@ def _minicpm(config: dict[str, Any], weights: Weights) -> tuple[dict[str, Any], 
     return config, weights
 
 
+def _plamo3(config: dict[str, Any], weights: Weights) -> tuple[dict[str, Any], Weights]:
+    """Of Gemma 3, whose embeddings are scaled, with a head of its own."""
+    rules, kinds = config.pop("rope_parameters"), config.pop("layer_types")
+    config |= {
+        "architectures": ["Plamo3ForCausalLM"], "model_type": "plamo3", "window_size": config.pop("sliding_window"),
+        "sliding_window_pattern": 1 + kinds.index("full_attention"), "hidden_act": config.pop("hidden_activation"),
+        "rope_theta": rules["full_attention"]["rope_theta"],
+        "rope_local_theta": rules["sliding_attention"]["rope_theta"],
+    }  # fmt: skip
+    names = {
+        "input_layernorm": "pre_mixer_norm", "post_attention_layernorm": "post_mixer_norm",
+        "pre_feedforward_layernorm": "pre_mlp_norm", "post_feedforward_layernorm": "post_mlp_norm",
+        "model.layers": "model.layers.layers", "self_attn": "mixer",
+    }  # fmt: skip
+    renamed: Weights = {}
+    for name, values in weights.items():
+        for there, here in names.items():
+            name = name.replace(there, here)
+        renamed[name] = values
+        if name.endswith("post_mixer_norm.weight"):
+            renamed[name] = values + np.float32(1 - 1 / 5)
+        elif name.endswith("post_mlp_norm.weight"):
+            renamed[name] = values + np.float32(1 - 1 / 5**1.5)
+    renamed["model.embed_tokens.weight"] = renamed["model.embed_tokens.weight"] * config["hidden_size"] ** 0.5
+    for layer in range(config["num_hidden_layers"]):
+        before = f"model.layers.layers.{layer}"
+        qkv = [renamed.pop(f"{before}.mixer.{part}_proj.weight") for part in "qkv"]
+        gate_up = [renamed.pop(f"{before}.mlp.{part}_proj.weight") for part in ("gate", "up")]
+        renamed[f"{before}.mixer.qkv_proj.weight"] = np.concatenate(qkv)
+        renamed[f"{before}.mlp.gate_up_proj.weight"] = np.concatenate(gate_up)
+    return config, renamed
+
+
 REMOTE: dict[str, Callable[[dict[str, Any], Weights], tuple[dict[str, Any], Weights]]] = {
     "ling": _ling,
     "ling2": _ling2,
     "minicpm": _minicpm,
     "minicpm4": _minicpm,
+    "plamo3": _plamo3,
 }
 
 

@@ -24,7 +24,7 @@ from bridge.errors import BridgeError, parameter
 from bridge.gguf_file.reader import StoredModel, StoredTensor
 from bridge.models import numbers_of_gguf, tensors_of_gguf
 from bridge.models.gguf_config import family_of_gguf
-from bridge.models.outline import OutlineTensor, Part
+from bridge.models.outline import ADDED, OutlineTensor, Part
 from bridge.models.restored import restored, rows_of, shape_of
 from bridge.models.wrapper import has_parts, name_in_parts, text_names
 from bridge.runtime.cpu.engines.dequantize import UNQUANTIZED
@@ -95,12 +95,11 @@ class SourceTensor:
         if self.scale != 1:
             values *= np.float32(self.scale)
         if matrix:
-            return values - 1 if self.part.change == "+1" else values
+            return values - np.float32(ADDED.get(self.part.change or "", 0.0))
         values = values.reshape(self.part.shape)
         if len(self.part.shape) == 1 and self.part.rows is not None:
             values = values[np.argsort(self.part.rows)]
-        if self.part.change == "+1":
-            values = values - 1
+        values = values - np.float32(ADDED.get(self.part.change or "", 0.0))
         return np.ascontiguousarray(values.T)[rows] if self.part.change == "conv1d" else values[rows]
 
     def values(self, rows: slice = slice(None)) -> np.ndarray:
@@ -144,7 +143,7 @@ class AssembledTensor:
 
 def _by_rows(part: Part) -> bool:
     """Whether a row of the checkpoint's tensor is a row of the GGUF's."""
-    return len(part.shape) == 2 and part.factor is None and part.change in (None, "+1")
+    return len(part.shape) == 2 and part.factor is None and part.change in (None, *ADDED)
 
 
 def _run_of(source: SourceTensor, first: int, stop: int) -> Iterator[tuple[Part, np.ndarray]]:
@@ -276,7 +275,7 @@ def _is_whole(sources: list[SourceTensor]) -> bool:
     """Whether a tensor of the GGUF, or a matrix of one, is the checkpoint's: its blocks need no floats in between."""
     part = sources[0].part
     picked = not all(x is None for x in (part.columns, part.matrix, part.stored, part.factor))
-    return len(sources) == 1 and not picked and part.change in (None, "+1", "conv1d")
+    return len(sources) == 1 and not picked and part.change in (None, "conv1d", *ADDED)
 
 
 def _copied(file: Path, home: Path) -> bool:

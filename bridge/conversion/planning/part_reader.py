@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,12 +17,12 @@ from bridge.conversion.gguf_input.gguf_checkpoint import GgufCheckpoint
 from bridge.conversion.planning.plan import PlannedTensor
 from bridge.errors import BridgeError
 from bridge.models.config.model_config import sizes_of
-from bridge.models.outline import COLOURS, FRAMES, ModelTensor, Part, changed_shape
+from bridge.models.outline import ADDED, COLOURS, FRAMES, ModelTensor, Part, changed_shape
 from bridge.system.cpu.row_threads import chunks
 
 _OF_CODES = (None, "transposed", "conv1d")  # what can be done to codes, too
 _ELEMENTWISE: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "+1": lambda values: values + np.float32(1),
+    **{name: partial(np.add, np.float32(number)) for name, number in ADDED.items()},
     "exp": np.exp,
     "-exp": lambda values: -np.exp(values),
     "softplus": lambda values: np.logaddexp(0, values, dtype=np.float64).astype(np.float32),

@@ -49,6 +49,7 @@ from bridge.models.families.muse_glimmer import MUSE_GLIMMER
 from bridge.models.families.nemotron_h import NEMOTRON_H, NEMOTRON_H_MOE
 from bridge.models.families.olmo import OLMO2, OLMO3, OLMOE
 from bridge.models.families.phi import PHI3, PHIMOE
+from bridge.models.families.plamo3 import PLAMO3
 from bridge.models.families.qwen import QWEN2, QWEN2_MOE, QWEN2_VL, QWEN3, QWEN3_MOE, QWEN3_VL, QWEN3_VL_MOE
 from bridge.models.families.qwen3_next import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from bridge.models.families.qwen4_exp import QWEN4_EXP
@@ -66,5 +67,5 @@ ALL = (
     COHERE2_MOE, HY3, BAILING_MOE, BAILING_MOE2, LAGUNA, YOUTU, ARCEE, AFMOE, JAIS2, OLMOE, MELLUM, GRANITE_SWA,
     GRANITE_MOE_SWA, JINA2, PUBLISHED_JINA3, BERT, ROBERTA, JINA3, MODERN_BERT, PUBLISHED_NOMIC_BERT, NOMIC_BERT_MOE,
     NOMIC_BERT, GEMMA4_ASSISTANT, GEMMA4_UNIFIED_ASSISTANT, DFLASH, QWEN4_EXP, KIMI_LINEAR, KIMI_K3, GLM5_NEXT,
-    MUSE_GLIMMER, LING3, STEP35, MINICPM,
+    MUSE_GLIMMER, LING3, STEP35, MINICPM, PLAMO3,
 )  # fmt: skip

@@ -1,9 +1,9 @@
 """A Hugging Face tokenizer as the tokenizer.* keys of a GGUF.
 
-Four kinds reach GGUF: byte-level BPE ("gpt2": tokens and merges, see `bpe_vocabulary` and `tiktoken`),
+Five kinds reach GGUF: byte-level BPE ("gpt2": tokens and merges, see `bpe_vocabulary` and `tiktoken`),
 SentencePiece BPE ("llama": tokens and scores; "gemma4": merges, see `sentencepiece`), and those of encoders, WordPiece
-("bert", see `wordpiece`) and unigrams ("t5", see `unigram`). This module detects the kind and adds what all have:
-special tokens, added tokens, chat template.
+("bert", see `wordpiece`) and unigrams ("t5", see `unigram`), and PLaMo's ("plamo2", see `plamo`). This module
+detects the kind and adds what all have: special tokens, added tokens, chat template.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,6 +18,7 @@ from bridge.gguf_file.chat_template import TemplateFailed, render_chats
 from bridge.gguf_file.pretokenizers import RULES
 from bridge.models.config.model_config import Config
 from bridge.models.tokenizer.bpe_vocabulary import byte_level_vocabulary, is_byte_level
+from bridge.models.tokenizer.plamo import END_OF_TURN, plamo_vocabulary
 from bridge.models.tokenizer.sentencepiece import vocabulary_by_merges, vocabulary_of_json, vocabulary_of_model
 from bridge.models.tokenizer.special_tokens import add_bos_and_eos, add_special_tokens, last_of_template, text_of
 from bridge.models.tokenizer.tiktoken import vocabulary_of_tiktoken
@@ -78,6 +79,8 @@ def _read(
             vocabulary = vocabulary_by_merges(data, added)
         else:
             vocabulary = vocabulary_of_json(data, added)
+    elif (folder / "tokenizer.jsonl").is_file():
+        vocabulary = plamo_vocabulary(folder / "tokenizer.jsonl", added, config.integer("vocab_size"))
     elif (folder / "tokenizer.model").is_file():
         vocabulary = vocabulary_of_model(folder / "tokenizer.model", added)
     elif (folder / "tiktoken.model").is_file():
@@ -108,6 +111,8 @@ def _read(
         tokenizer.keys["tokenizer.ggml.token_type_count"] = GGUFValue(int(types), GGUFValueType.UINT32)
     add_special_tokens(tokenizer, config, folder, settings, generation, vocabulary.unk, last_of_template(data))
     add_bos_and_eos(tokenizer, data, settings)
+    if vocabulary.model == "plamo2" and END_OF_TURN in tokens:
+        tokenizer.ids["eot"] = tokens.index(END_OF_TURN)
     if vocabulary.model == "gemma4":
         tokenizer.add_bos = "bos" in tokenizer.ids  # llama.cpp has it always
     return tokenizer
