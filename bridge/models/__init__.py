@@ -351,6 +351,7 @@ def _named(config: Config) -> tuple[Family, list[str]]:
     unknown = " and model_type ".join(filter(None, (", ".join(architectures), model_type)))
     raise BridgeError(
         f"{config.path}: unknown architecture {unknown}; docs/checkpoints.md lists those that are known. Any other "
-        f"needs a GGUF of the same model, of any type: one from the Hub, {parameter('template', 'OWNER/MODEL-GGUF')}, or "
-        f"{parameter('template', 'model-f16.gguf')} made by {tool} from the unquantized model"
+        "needs a GGUF of the same model, of any type: one from the Hub, "
+        f"{parameter('template', 'OWNER/MODEL-GGUF')}, or {parameter('template', 'model-f16.gguf')} made by {tool} "
+        "from the unquantized model"
     )

@@ -219,7 +219,7 @@ def test_a_broken_model_card_is_reported_and_left_out(folder: Path, tmp_path: Pa
     [
         (
             {"architectures": ["BloomForCausalLM"], "model_type": "bloom"},
-            r"unknown architecture BloomForCausalLM and model_type bloom; docs/checkpoints.md lists .* template='OWNER/MODEL-",
+            r"unknown architecture BloomForCausalLM and model_type bloom; docs/checkpoints.* template='OWNER/MODEL-",
         ),
         (
             {"architectures": None, "model_type": None},
