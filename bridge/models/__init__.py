@@ -122,6 +122,11 @@ def describe_model(
             f"{values.path}: a key for {family.arch} has an unexpected value ({type(problem).__name__}: {problem}); "
             "take the config.json of the original model"
         ) from problem
+    if args.rope.factors and not family.divided:
+        raise BridgeError(
+            f"{values.path}: rope of type {args.rope.type!r} divides frequencies; llama.cpp's graph for this "
+            "architecture reads no divisors"
+        )
     shapes = {name: names[stored] if isinstance(names, Mapping) else () for name, stored in stored_names.items()}
     outline = fill_table(family, args, shapes)
     renamed(outline, stored_names)

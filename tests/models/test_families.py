@@ -142,7 +142,18 @@ def test_the_docs_list_every_family_and_tell_where_it_runs() -> None:
         ("arcee", {"hidden_act": "silu"}, "hidden_act is 'silu'"),
         ("arcee", {"mlp_bias": True}, "mlp_bias is True"),
         ("jais2", {"attention_bias": False}, "attention_bias is False; .* has biases throughout"),
-        ("jais2", {"rope_parameters": LLAMA3}, "rope of type 'llama3' divides frequencies; .* reads no divisors"),
+        *(
+            (name, {"rope_parameters": LLAMA3}, "rope of type 'llama3' divides frequencies; .* reads no divisors")
+            for name in ("cohere2", "hy3", "jais2", "ling2", "smollm3", "youtu")
+        ),
+        *(
+            (
+                name,
+                {"rope_parameters": {"full_attention": LLAMA3, "sliding_attention": FULL | {"rope_theta": 10000.0}}},
+                "rope of type 'llama3' divides frequencies; .* reads no divisors",
+            )
+            for name in ("laguna", "mimo2")
+        ),
         ("granite-swa", {"layer_rope_theta": [0, 5.0, 7.0, 7.0]}, "layer_rope_theta is .*; llama.cpp has one for all"),
         ("granite-swa", {"layer_rope_theta": [1.0]}, "must have a number for each of 4 layers"),
         ("olmo3", {"layer_types": ["full_attention"]}, "must be full or sliding, for every layer"),

@@ -52,6 +52,7 @@ EXAONE_MOE = Family(
         UNSCALED, LAYER_KINDS,
     ),
     predicts="carried", mtp=QWENS,
+    divided=True,
     table=decoder(
         *pre_norm_attention(Row("self_attn.q_norm", "head"), Row("self_attn.k_norm", "head")),
         *in_layers(other_layers(has_experts), *gated_mlp("mlp", "inner")),

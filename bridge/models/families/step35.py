@@ -218,6 +218,7 @@ STEP35 = Family(
         Key("moe_every_n_layers", "moe_every_n_layer", 1),
     ),
     wrapped=True, predicts="carried", alternative="moe.",
+    divided=True,
     table=decoder(
         Row("input_layernorm", "hidden", change="+1"),
         *attention(
