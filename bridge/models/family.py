@@ -9,10 +9,11 @@
 The tensors of the GGUF are in the order of the table; their names come from gguf's name map.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from bridge.errors import BridgeError
 from bridge.models.config.arguments import Arguments
 from bridge.models.config.gguf_keys import Entry
 from bridge.models.config.model_config import NO_OTHER, Config
@@ -107,6 +108,12 @@ class Expected:
 SILU = Expected("hidden_act", ("silu", "swish"))
 RELU2 = Expected("hidden_act", ("relu2",), written=True)
 NO_BIASES = Expected("attention_bias", (False,), "llama.cpp's graph for this architecture has no biases")
+
+
+def require_layer(config: Config, layers: Iterable[bool], kind: str) -> None:
+    """BridgeError where no layer is of a kind for which llama.cpp allocates memory whether or not there is one."""
+    if not any(layers):
+        raise BridgeError(f"{config.path}: no layer {kind}; llama.cpp loads no such model")
 
 
 _NOT_ALL = "some layers have no experts, and llama.cpp's graph for this architecture has them in all"

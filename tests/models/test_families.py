@@ -30,6 +30,7 @@ CONFIG: dict[str, Any] = {
 }  # fmt: skip
 TENSOR_NAME = re.compile(r"\b(?:model|lm_head)\.[\w.]*(?:weight|bias|inv_freq|layer_scalar|experts\.[a-z]\w+)\b")
 FULL = {"rope_type": "default", "rope_theta": 500000.0}
+HALF = FULL | {"partial_rotary_factor": 0.5}
 LOCAL_LINEAR = {"full_attention": FULL, "sliding_attention": FULL | {"rope_type": "linear", "factor": 8.0}}
 LLAMA3 = FULL | {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64}  # fmt: skip
@@ -180,7 +181,7 @@ def test_the_docs_list_every_family_and_tell_where_it_runs() -> None:
         (
             "step35",
             {"layer_types": 5 * ["full_attention"], "partial_rotary_factors": 5 * [0.5], "rope_theta": 1e4},
-            "no layer of layer_types has a window; llama.cpp loads no such model",
+            "no layer has a window; llama.cpp loads no such model",
         ),
         ("step35", {"zero_centered": False}, "zero_centered is False; llama.cpp"),
         ("step35", {"head_dim": 8}, "head_dim is 16; llama.cpp has 8, the size of heads, in all layers"),
@@ -195,6 +196,35 @@ def test_the_docs_list_every_family_and_tell_where_it_runs() -> None:
         ),
         ("mimo2", {"swa_v_head_dim": 8}, "swa_v_head_dim is 8; llama.cpp has one size of heads for all layers here"),
         ("mimo2", {"hybrid_layer_pattern": [0, 2, 1, 1]}, "must name the kind of each of 4 layers"),
+        ("mimo2", {"layer_types": 4 * ["full_attention"]}, "no layer has a window; llama.cpp loads no such model"),
+        ("mimo2", {"head_dim": 16}, "5 elements of a head are rotated; llama.cpp rotates pairs"),
+        (
+            "mimo2",
+            {"rope_parameters": {"full_attention": FULL, "sliding_attention": HALF}},
+            "layers with a window rotate 12 elements of a head, the others 8; llama.cpp has one number for all here",
+        ),
+        (
+            "mimo2",
+            {"rope_parameters": {"full_attention": YARN | {"attention_factor": 1.3}, "sliding_attention": FULL}},
+            "rope with an attention factor of its own; llama.cpp would scale layers with a window as well",
+        ),
+        ("exaone-moe", {"tie_word_embeddings": True}, "tie_word_embeddings is True; llama.cpp's graph needs a head"),
+        ("granite-swa", {"layer_types": 4 * ["full_attention"]}, "no layer has a window; llama.cpp loads no such"),
+        ("granite-swa", {"layer_rope_theta": 4 * [0]}, "no layer rotates; llama.cpp loads no such model"),
+        (
+            "muse-glimmer",
+            {"layer_types": 5 * ["full_attention"], "layer_rope_theta": 5 * [0]},
+            "no layer has a window; llama.cpp loads no such model",
+        ),
+        ("dots3-note", {"layer_types": 4 * ["full_attention"]}, "no layer has a window; llama.cpp loads no such"),
+        ("dots3-note", {"layer_types": 4 * ["sliding_attention"]}, "no layer attends to everything; llama.cpp loads"),
+        (
+            "kimi-linear",
+            {"layer_types": 4 * ["full_attention"]},
+            "no layer has linear attention; llama.cpp loads no such model",
+        ),
+        ("ling3", {"layer_types": 4 * ["full_attention"]}, "no layer has linear attention; llama.cpp loads no such"),
+        ("glm5-next", {"layer_types": 5 * ["indexed_attention"]}, "no layer has linear attention; llama.cpp loads no"),
         ("minimax-m2", {"scoring_func": "softmax"}, "scoring_func is 'softmax'"),
         ("minimax-m3", {"moe_layer_freq": [0, 1, 0, 1]}, "has experts in all layers after the first that has some"),
         ("minimax-m3", {"swiglu_limit": 5.0}, "swiglu_limit is 5.0"),

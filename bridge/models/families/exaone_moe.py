@@ -41,7 +41,10 @@ EXAONE_MOE = Family(
         "rms_norm_eps": 1e-5, "num_experts": None, "moe_intermediate_size": 1024, "first_k_dense_replace": 0,
         "rope_theta": 10000.0,
     },
-    expects=(SILU, NO_BIASES, Expected("scoring_func", ("sigmoid",), written=True)),
+    expects=(
+        SILU, NO_BIASES, Expected("scoring_func", ("sigmoid",), written=True),
+        Expected("tie_word_embeddings", (False,), "llama.cpp's graph needs a head"),
+    ),
     sizes=shared_width("num_shared_experts"),
     metadata=(
         Computed(_counted, window_config),
