@@ -207,7 +207,7 @@ ARCHITECTURES = {
     "bailingmoe": Graph(neighbours=True, unnormalized=True, shared_experts=0),
     "bailingmoe2": Graph(normed=True, sigmoid=True, unnormalized=True),
     "hy_v3": Graph(normed=True, sigmoid=True, unnormalized=True, leading=1),
-    "mimo2": Graph(sigmoid=True, sinks=True, some_sinks=True, windows=Windows(None, None)),
+    "mimo2": Graph(sigmoid=True, sinks=True, some_sinks=True, windows=Windows(None, None, scaled=False)),
     "hunyuan-dense": Graph(normed=True, norms_rotated=True), "hunyuan-moe": Graph(normed=True, norms_rotated=True),
     "minimax-m2": Graph(normed=True, normed_together=True, sigmoid=True),
     "minimax-m3": Graph(normed=True, clamped=True, sigmoid=True, shared_experts=0),

@@ -116,12 +116,18 @@ def describe_model(
         more_keys: dict[str, Any] = {}
         for entry in family.metadata:
             more_keys |= entry.metadata(values, args)
+        more_keys |= _groups(more_keys, values, args)
         family_keys = {key: None if value is None else typed(value) for key, value in more_keys.items()}
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as problem:
         raise BridgeError(
             f"{values.path}: a key for {family.arch} has an unexpected value ({type(problem).__name__}: {problem}); "
             "take the config.json of the original model"
         ) from problem
+    if args.rope.factors and not family.divided:
+        raise BridgeError(
+            f"{values.path}: rope of type {args.rope.type!r} divides frequencies; llama.cpp's graph for this "
+            "architecture reads no divisors"
+        )
     shapes = {name: names[stored] if isinstance(names, Mapping) else () for name, stored in stored_names.items()}
     outline = fill_table(family, args, shapes)
     renamed(outline, stored_names)
@@ -253,6 +259,24 @@ def numbers_of_gguf(metadata: Mapping[str, Any]) -> dict[str, np.ndarray]:
         for key, name in family.integers.items()
         for layer in metadata.get(family.integers_of, ())
     }
+
+
+def _groups(keys: Mapping[str, Any], config: Config, args: Arguments) -> dict[str, int]:
+    """Keys of one group of experts where all groups are chosen, which llama.cpp does not take: no group has an effect.
+
+    Raises:
+        BridgeError: llama.cpp cannot make the groups.
+    """
+    groups = keys.get("expert_group_count") or 1
+    if groups == 1:
+        return {}
+    if groups >= args.experts or args.experts % groups:
+        raise BridgeError(
+            f"{config.path}: {args.experts} experts in {groups} groups; llama.cpp wants groups of two or more experts, "
+            "all of one size"
+        )
+    all_chosen = keys.get("expert_group_used_count") == groups
+    return {"expert_group_count": 1, "expert_group_used_count": 1} if all_chosen else {}
 
 
 def _with_more(args: Arguments, family: Family, values: Config) -> Arguments:

@@ -9,13 +9,13 @@
 The tensors of the GGUF are in the order of the table; their names come from gguf's name map.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from bridge.errors import BridgeError
 from bridge.models.config.arguments import Arguments
-from bridge.models.config.gguf_keys import Computed, Entry
+from bridge.models.config.gguf_keys import Entry
 from bridge.models.config.model_config import NO_OTHER, Config
 from bridge.models.outline import Part
 
@@ -110,16 +110,12 @@ RELU2 = Expected("hidden_act", ("relu2",), written=True)
 NO_BIASES = Expected("attention_bias", (False,), "llama.cpp's graph for this architecture has no biases")
 
 
-def _no_rope_factors(config: Config, args: Arguments) -> dict[str, Any]:
-    if args.rope.factors:
-        raise BridgeError(
-            f"{config.path}: rope of type {args.rope.type!r} divides frequencies; llama.cpp's graph for this "
-            "architecture reads no divisors"
-        )
-    return {}
+def require_layer(config: Config, layers: Iterable[bool], kind: str) -> None:
+    """BridgeError where no layer is of a kind for which llama.cpp allocates memory whether or not there is one."""
+    if not any(layers):
+        raise BridgeError(f"{config.path}: no layer {kind}; llama.cpp loads no such model")
 
 
-NO_ROPE_FACTORS = Computed(_no_rope_factors)  # for `Family.metadata`
 _NOT_ALL = "some layers have no experts, and llama.cpp's graph for this architecture has them in all"
 ALL_SPARSE = tuple(
     Expected(key, (value,), _NOT_ALL, written=True)
@@ -155,6 +151,7 @@ class Family:
     notes          what llama.cpp does otherwise, for the report: config -> sentences
     layer_norm     whether its norms are layer norms, not RMS norms
     rotary         whether positions are rotations of q and k
+    divided        whether llama.cpp's graph reads what frequencies are divided by, see `Rope`
     wrapped        whether the language model may be a part of a larger one, see `wrapper`
     predicts       what becomes of extra layers, or mtp.*, that predict further tokens at once: "carried", or "dropped"
                    where llama.cpp's converter drops them; None: there are none; see `prediction`
@@ -201,6 +198,7 @@ class Family:
     notes: Callable[[Config], list[str]] | None = None
     layer_norm: bool = False
     rotary: bool = True
+    divided: bool = False
     wrapped: bool = False
     predicts: str | None = None
     mtp: Mapping[str, str] = field(default_factory=dict)

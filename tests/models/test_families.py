@@ -30,6 +30,7 @@ CONFIG: dict[str, Any] = {
 }  # fmt: skip
 TENSOR_NAME = re.compile(r"\b(?:model|lm_head)\.[\w.]*(?:weight|bias|inv_freq|layer_scalar|experts\.[a-z]\w+)\b")
 FULL = {"rope_type": "default", "rope_theta": 500000.0}
+HALF = FULL | {"partial_rotary_factor": 0.5}
 LOCAL_LINEAR = {"full_attention": FULL, "sliding_attention": FULL | {"rope_type": "linear", "factor": 8.0}}
 LLAMA3 = FULL | {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64}  # fmt: skip
@@ -142,7 +143,18 @@ def test_the_docs_list_every_family_and_tell_where_it_runs() -> None:
         ("arcee", {"hidden_act": "silu"}, "hidden_act is 'silu'"),
         ("arcee", {"mlp_bias": True}, "mlp_bias is True"),
         ("jais2", {"attention_bias": False}, "attention_bias is False; .* has biases throughout"),
-        ("jais2", {"rope_parameters": LLAMA3}, "rope of type 'llama3' divides frequencies; .* reads no divisors"),
+        *(
+            (name, {"rope_parameters": LLAMA3}, "rope of type 'llama3' divides frequencies; .* reads no divisors")
+            for name in ("cohere2", "hy3", "jais2", "ling2", "smollm3", "youtu")
+        ),
+        *(
+            (
+                name,
+                {"rope_parameters": {"full_attention": LLAMA3, "sliding_attention": FULL | {"rope_theta": 10000.0}}},
+                "rope of type 'llama3' divides frequencies; .* reads no divisors",
+            )
+            for name in ("laguna", "mimo2")
+        ),
         ("granite-swa", {"layer_rope_theta": [0, 5.0, 7.0, 7.0]}, "layer_rope_theta is .*; llama.cpp has one for all"),
         ("granite-swa", {"layer_rope_theta": [1.0]}, "must have a number for each of 4 layers"),
         ("olmo3", {"layer_types": ["full_attention"]}, "must be full or sliding, for every layer"),
@@ -163,13 +175,21 @@ def test_the_docs_list_every_family_and_tell_where_it_runs() -> None:
             "a dense layer without a window is not rotated; llama.cpp rotates all",
         ),
         ("ling2", {"num_shared_experts": 2}, "num_shared_experts is 2"),
+        ("ling2", {"head_dim": 16}, "4 heads of 16 elements in a hidden_size of 32; llama.cpp has as many of q here"),
+        ("ling2", {"n_group": 4}, "4 experts in 4 groups; llama.cpp wants groups of two or more experts"),
+        ("glm5-next", {"n_group": 3}, "4 experts in 3 groups; llama.cpp wants .* all of one size"),
+        (
+            "laguna",
+            {"rope_parameters": {"full_attention": FULL | {"partial_rotary_factor": 0.2}, "sliding_attention": FULL}},
+            "3 elements of a head are rotated; llama.cpp rotates pairs",
+        ),
         ("ling", {"first_k_dense_replace": 1}, "has experts in all layers of this architecture"),
         ("laguna", {"gating": "per-token"}, "gating is 'per-token'; must be per-head or per-element"),
         ("laguna", {"num_attention_heads_per_layer": [4, 5, 6, 6, 4]}, "must be a multiple of 2 key-value heads"),
         (
             "step35",
             {"layer_types": 5 * ["full_attention"], "partial_rotary_factors": 5 * [0.5], "rope_theta": 1e4},
-            "no layer of layer_types has a window; llama.cpp loads no such model",
+            "no layer has a window; llama.cpp loads no such model",
         ),
         ("step35", {"zero_centered": False}, "zero_centered is False; llama.cpp"),
         ("step35", {"head_dim": 8}, "head_dim is 16; llama.cpp has 8, the size of heads, in all layers"),
@@ -184,6 +204,35 @@ def test_the_docs_list_every_family_and_tell_where_it_runs() -> None:
         ),
         ("mimo2", {"swa_v_head_dim": 8}, "swa_v_head_dim is 8; llama.cpp has one size of heads for all layers here"),
         ("mimo2", {"hybrid_layer_pattern": [0, 2, 1, 1]}, "must name the kind of each of 4 layers"),
+        ("mimo2", {"layer_types": 4 * ["full_attention"]}, "no layer has a window; llama.cpp loads no such model"),
+        ("mimo2", {"head_dim": 16}, "5 elements of a head are rotated; llama.cpp rotates pairs"),
+        (
+            "mimo2",
+            {"rope_parameters": {"full_attention": FULL, "sliding_attention": HALF}},
+            "layers with a window rotate 12 elements of a head, the others 8; llama.cpp has one number for all here",
+        ),
+        (
+            "mimo2",
+            {"rope_parameters": {"full_attention": YARN | {"attention_factor": 1.3}, "sliding_attention": FULL}},
+            "rope with an attention factor of its own; llama.cpp would scale layers with a window as well",
+        ),
+        ("exaone-moe", {"tie_word_embeddings": True}, "tie_word_embeddings is True; llama.cpp's graph needs a head"),
+        ("granite-swa", {"layer_types": 4 * ["full_attention"]}, "no layer has a window; llama.cpp loads no such"),
+        ("granite-swa", {"layer_rope_theta": 4 * [0]}, "no layer rotates; llama.cpp loads no such model"),
+        (
+            "muse-glimmer",
+            {"layer_types": 5 * ["full_attention"], "layer_rope_theta": 5 * [0]},
+            "no layer has a window; llama.cpp loads no such model",
+        ),
+        ("dots3-note", {"layer_types": 4 * ["full_attention"]}, "no layer has a window; llama.cpp loads no such"),
+        ("dots3-note", {"layer_types": 4 * ["sliding_attention"]}, "no layer attends to everything; llama.cpp loads"),
+        (
+            "kimi-linear",
+            {"layer_types": 4 * ["full_attention"]},
+            "no layer has linear attention; llama.cpp loads no such model",
+        ),
+        ("ling3", {"layer_types": 4 * ["full_attention"]}, "no layer has linear attention; llama.cpp loads no such"),
+        ("glm5-next", {"layer_types": 5 * ["indexed_attention"]}, "no layer has linear attention; llama.cpp loads no"),
         ("minimax-m2", {"scoring_func": "softmax"}, "scoring_func is 'softmax'"),
         ("minimax-m3", {"moe_layer_freq": [0, 1, 0, 1]}, "has experts in all layers after the first that has some"),
         ("minimax-m3", {"swiglu_limit": 5.0}, "swiglu_limit is 5.0"),

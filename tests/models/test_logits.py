@@ -221,6 +221,11 @@ def test_other_configs_of_ling_3_give_the_logits_of_transformers_in_llama_cpp(fi
     assert divergence_of("ling3", fields, tmp_path) < 1e-6
 
 
+@pytest.mark.parametrize("name", ["exaone-moe", "ling2"])
+def test_groups_of_experts_that_are_all_chosen_are_one_group_to_llama_cpp(name: str, tmp_path: Path) -> None:
+    assert divergence_of(name, {"n_group": 2, "topk_group": 2}, tmp_path) < 1e-6
+
+
 def test_the_pools_that_glm_5_3s_indexer_chooses_are_those_of_transformers(tmp_path: Path) -> None:
     """8 of up to 24 in the last layer, with keys as halves in llama.cpp: most positions have no near-ties."""
     text = FAMILIES["glm5-next"][1]["text_config"]

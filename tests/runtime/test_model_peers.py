@@ -91,6 +91,19 @@ def test_every_variant_of_the_decoder_gives_the_logits_of_transformers(name: str
     assert mean_kl(expected[:8], np.array(single)) < 1e-9
 
 
+@pytest.mark.parametrize("scaling", ["linear", "yarn"])
+def test_layers_with_a_window_rotate_without_the_scaling_of_others_in_mimo(scaling: str, tmp_path: Path) -> None:
+    local = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.334}
+    scaled = local | {"rope_type": scaling, "factor": 4.0, "original_max_position_embeddings": 64}
+    rules = {"full_attention": scaled, "sliding_attention": local}
+    reference = randomized(new_model("mimo2", rope_parameters=rules))
+    reference.save_pretrained(tmp_path / "model", save_original_format=True)
+    bridge.convert(copy_tokenizer(tmp_path / "model"), tmp_path / "m.gguf", tensor_types=[(".*", "F32")])
+    tokens = np.random.default_rng(1).integers(0, 2048, LENGTH).tolist()
+    model = bridge.Model.load(tmp_path / "m.gguf", precision="f32", kv="f32", context=LENGTH)
+    assert mean_kl(reference_logits(reference, tokens), model.logits(tokens)) < 1e-8
+
+
 @pytest.mark.parametrize("name", sorted({*FAMILIES} - LEFT_TO_LLAMA_CPP))
 def test_a_familys_graph_is_that_of_llama_cpp_and_of_transformers(name: str, tmp_path: Path) -> None:
     """The same predictions on floats; on blocks token by token what a prompt gives, and llama.cpp's perplexity."""

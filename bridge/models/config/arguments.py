@@ -140,6 +140,8 @@ def read_arguments(config: Config, keys: Mapping[str, Any]) -> Arguments:
         rotated = int(head_dim * _share(config, partial))
         if "rotary_dim" in keys:
             rotated = config.integer("rotary_dim", rotated)
+        if rotated % 2:
+            raise BridgeError(f"{config.path}: {rotated} elements of a head are rotated; llama.cpp rotates pairs")
     elif partial not in (None, 1.0):
         raise BridgeError(f"{config.path}: partial_rotary_factor is {partial}; llama.cpp rotates whole heads here")
     expert_inner, shared_inner = count("moe_intermediate_size"), count("shared_expert_intermediate_size")

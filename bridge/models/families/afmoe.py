@@ -13,7 +13,6 @@ from bridge.models.families.windows import window_config, window_layers, window_
 from bridge.models.family import (
     EXPERTS,
     NO_BIASES,
-    NO_ROPE_FACTORS,
     SILU,
     Expected,
     Family,
@@ -65,7 +64,7 @@ AFMOE = Family(
     ),
     sizes=_sizes,
     metadata=(
-        Computed(_metadata, _config), NO_ROPE_FACTORS, Constant("expert_gating_func", 2),
+        Computed(_metadata, _config), Constant("expert_gating_func", 2),
         Constant("expert_weights_norm", True), Key("expert_weights_scale", "route_scale", 1.0),
         Key("expert_shared_count", "num_shared_experts", size="shared_experts", missing=0),
         Computed(lambda _config, args: {"leading_dense_block_count": args.leading}),

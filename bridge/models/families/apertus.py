@@ -13,6 +13,7 @@ APERTUS = Family(
         f"xielu.{key}": (f"model.layers.{{}}.mlp.act_fn.{key}", shape)
         for key, shape in (("alpha_n", (1,)), ("alpha_p", (1,)), ("beta", ()), ("eps", ()))
     },
+    divided=True,
     table=decoder(
         Row("attention_layernorm", "hidden"),
         *attention(Row("self_attn.q_norm", "head"), Row("self_attn.k_norm", "head")),

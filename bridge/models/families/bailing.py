@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from bridge.errors import BridgeError
 from bridge.models.config.arguments import Arguments
 from bridge.models.config.gguf_keys import Computed, Constant, Key
 from bridge.models.config.model_config import Config
@@ -50,6 +51,15 @@ def _sizes(config: Config, args: Arguments) -> dict[str, int]:
     }
 
 
+def _sizes2(config: Config, args: Arguments) -> dict[str, int]:
+    if args.heads * args.head_dim != args.hidden:
+        raise BridgeError(
+            f"{config.path}: {args.heads} heads of {args.head_dim} elements in a hidden_size of {args.hidden}; "
+            "llama.cpp has as many of q here"
+        )
+    return {"shared": config.side("moe_shared_expert_intermediate_size", args.expert_inner)}
+
+
 BAILING_MOE = Family(
     titles=("Ling and Ring 1",), arch="bailingmoe", architectures=("BailingMoeForCausalLM",),
     model_type="bailing_moe",
@@ -88,7 +98,7 @@ BAILING_MOE2 = Family(
         SILU, *_NO_BIASES, _OWN_HEAD, Expected("score_function", ("sigmoid",), written=True),
         Expected("use_qk_norm", (True,)), Expected("num_shared_experts", (1,), written=True),
     ),
-    sizes=lambda config, args: {"shared": config.side("moe_shared_expert_intermediate_size", args.expert_inner)},
+    sizes=_sizes2,
     metadata=(
         Computed(lambda _config, args: {"leading_dense_block_count": args.leading}),
         Key("expert_shared_feed_forward_length", "moe_shared_expert_intermediate_size", size="shared"),

@@ -92,6 +92,7 @@ DFLASH = Family(
     sizes=_sizes,
     metadata=(Computed(_metadata),),
     bare=True,
+    divided=True,
     table=(
         *decoder(
             *pre_norm_attention(Row("self_attn.q_norm", "head"), Row("self_attn.k_norm", "head")),

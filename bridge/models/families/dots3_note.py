@@ -28,6 +28,7 @@ from bridge.models.family import (
     gated_mlp,
     in_layers,
     other_layers,
+    require_layer,
     required,
 )
 from bridge.models.outline import Part
@@ -75,6 +76,8 @@ def _metadata(config: Config, args: Arguments) -> dict[str, Any]:
     m, windows = args.sizes, [_windowed(args, layer) for layer in range(args.layers)]
     if not {*args.kinds} <= {_WINDOW, "full_attention", "indexed_attention"} or config.get("use_dsa") is False:
         raise BridgeError(f"{config.path}: layers without a window must have an indexer (use_dsa) for llama.cpp")
+    require_layer(config, windows, "has a window")
+    require_layer(config, (not window for window in windows), "attends to everything")
     local = rope_rules(config).get(_WINDOW) or {}
     return {
         "attention.head_count": [m["local_heads" if w else "heads"] for w in windows + args.predicting * [True]],

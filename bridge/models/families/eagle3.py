@@ -85,6 +85,7 @@ EAGLE3 = Family(
     sizes=_sizes,
     metadata=(Computed(_metadata),),
     bare=True, starts={"midlayer.": "layers.0."}, ignored=("model.t2d",),
+    divided=True,
     table=(
         *decoder(
             *_ROWS,

@@ -38,6 +38,7 @@ EXAONE4 = Family(
     expects=(SILU, NO_BIASES),
     metadata=(Computed(_windows, window_config),),
     wrapped=True, predicts="carried", mtp=QWENS,
+    divided=True,
     table=decoder(
         *attention(Row("self_attn.q_norm", "head"), Row("self_attn.k_norm", "head")),
         Row("post_attention_layernorm", "hidden"),

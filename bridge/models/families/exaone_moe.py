@@ -41,7 +41,10 @@ EXAONE_MOE = Family(
         "rms_norm_eps": 1e-5, "num_experts": None, "moe_intermediate_size": 1024, "first_k_dense_replace": 0,
         "rope_theta": 10000.0,
     },
-    expects=(SILU, NO_BIASES, Expected("scoring_func", ("sigmoid",), written=True)),
+    expects=(
+        SILU, NO_BIASES, Expected("scoring_func", ("sigmoid",), written=True),
+        Expected("tie_word_embeddings", (False,), "llama.cpp's graph needs a head"),
+    ),
     sizes=shared_width("num_shared_experts"),
     metadata=(
         Computed(_counted, window_config),
@@ -52,6 +55,7 @@ EXAONE_MOE = Family(
         UNSCALED, LAYER_KINDS,
     ),
     predicts="carried", mtp=QWENS,
+    divided=True,
     table=decoder(
         *pre_norm_attention(Row("self_attn.q_norm", "head"), Row("self_attn.k_norm", "head")),
         *in_layers(other_layers(has_experts), *gated_mlp("mlp", "inner")),

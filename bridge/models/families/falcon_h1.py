@@ -72,6 +72,7 @@ FALCON_H1 = Family(
         *mamba2_keys(("mamba_d_conv", 4), ("mamba_d_state", None), ("mamba_n_groups", 1), ("mamba_n_heads", None)),
         Computed(lambda _config, args: {"context_length": args.context}, _config),
     ),
+    divided=True,
     table=decoder(
         Row("input_layernorm", "hidden"),
         *(replace(row, optional=row.source == "mamba.norm") for row in mamba2("mamba")),

@@ -167,6 +167,7 @@ GEMMA4 = Family(
     sizes=gemma4_sizes,
     metadata=(Computed(_metadata, _config),),
     language_model=("gemma4_text", "Gemma4ForCausalLM"), tokenizer="gemma4", wrapped=True, alternative=".experts.",
+    divided=True,
     table=decoder(
         *NORMS,
         *_attention("q", "kv", "head", lambda kind: kind != _GLOBAL),

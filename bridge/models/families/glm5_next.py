@@ -27,6 +27,7 @@ from bridge.models.family import (
     in_layers,
     networks,
     other_layers,
+    require_layer,
 )
 from bridge.models.prediction import prediction, predicts
 
@@ -94,6 +95,7 @@ def _metadata(config: Config, args: Arguments) -> dict[str, Any]:
     kinds, m = args.kinds, args.sizes
     if not {*kinds} <= {"linear_attention", "full_attention", "indexed_attention"}:
         raise BridgeError(f"{config.path}: layer_types is {kinds!r:.80}, must be linear or indexed, for every layer")
+    require_layer(config, (linear_layer(args, layer) for layer in range(args.layers)), "has linear attention")
     first = next((layer for layer in range(args.layers) if not linear_layer(args, layer)), None)
     if first is not None and _shared(args, first):
         raise BridgeError(f"{config.path}: indexer_types has shared for layer {first}, before any layer that chooses")

@@ -13,7 +13,7 @@ from bridge.models.config.gguf_keys import ATTENTION_BIAS, Computed, Present, St
 from bridge.models.config.model_config import Config
 from bridge.models.families.granite import FACTORS, GRANITE, SHARED, has_shared
 from bridge.models.families.windows import window_config, window_layers
-from bridge.models.family import Row, attention, configured, decoder, experts_with_gate_up, gated_mlp
+from bridge.models.family import Row, attention, configured, decoder, experts_with_gate_up, gated_mlp, require_layer
 
 _TOKENS = 128  # of the window, in a config without it
 
@@ -27,6 +27,7 @@ def _metadata(config: Config, args: Arguments) -> dict[str, Any]:
         "attention.sliding_window": config.integer("sliding_window", _TOKENS),
         "attention.sliding_window_pattern": windows,
     }
+    require_layer(config, windows, "has a window")
     rotated = _rotated(config, args)
     return keys if rotated is None else {**keys, "attention.rope_pattern": rotated}
 
@@ -44,6 +45,7 @@ def _rotated(config: Config, args: Arguments) -> list[bool] | None:
             f"{config.path}: layer_rope_theta is {bases!r:.80}, rope_theta {args.rope.base:g}; llama.cpp has one for "
             "all layers that rotate"
         )
+    require_layer(config, map(bool, listed), "rotates")
     return list(map(bool, listed)) if numbers or not all(listed) else None
 
 

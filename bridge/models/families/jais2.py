@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from bridge.models.family import NO_ROPE_FACTORS, NORM, RELU2, Expected, Family, Row, attention, decoder, required
+from bridge.models.family import NORM, RELU2, Expected, Family, Row, attention, decoder, required
 
 _ALL = "llama.cpp's graph for this architecture has biases throughout"
 
@@ -14,7 +14,6 @@ JAIS2 = Family(
         RELU2,
         *(Expected(key, (True,), _ALL, written=True) for key in ("attention_bias", "mlp_bias")),
     ),
-    metadata=(NO_ROPE_FACTORS,),
     layer_norm=True,
     table=decoder(
         Row("input_layernorm", "hidden", bias=required),

@@ -31,6 +31,7 @@ from bridge.models.family import (
     gated_mlp,
     in_layers,
     other_layers,
+    require_layer,
 )
 from bridge.models.outline import Part
 from bridge.system.fields import table
@@ -97,6 +98,7 @@ def _dense_layers(config: Config, args: Arguments) -> int:
 
 def _metadata(config: Config, args: Arguments) -> dict[str, Any]:
     m, groups = args.more, config.integer("num_expert_group", 1)
+    require_layer(config, (_kda(args, layer) for layer in range(args.layers)), "has linear attention")
     return {
         "attention.head_count_kv": [0 if _kda(args, layer) else 1 for layer in range(args.layers)],
         "attention.key_length": m["lora"] + m["rope"], "attention.value_length": config.values.get("head_dim"),

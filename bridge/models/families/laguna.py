@@ -67,7 +67,10 @@ def _layer_sizes(config: Config, args: Arguments) -> Mapping[str, Sequence[int]]
 def _metadata(config: Config, args: Arguments) -> dict[str, Any]:
     def rotated(kind: str) -> int:
         rules = rope_rules(config).get(kind) or {}
-        return int(args.head_dim * float(rules.get("partial_rotary_factor", 1.0)))
+        count = int(args.head_dim * float(rules.get("partial_rotary_factor", 1.0)))
+        if count % 2:
+            raise BridgeError(f"{config.path}: {count} elements of a head are rotated; llama.cpp rotates pairs")
+        return count
 
     keys: dict[str, Any] = {
         "attention.head_count": _heads(config, args), "leading_dense_block_count": args.leading,

@@ -30,6 +30,7 @@ from bridge.models.family import (
     in_layers,
     networks,
     other_layers,
+    require_layer,
 )
 from bridge.models.outline import Part
 from bridge.models.prediction import predicts
@@ -97,6 +98,7 @@ def _sections(config: Config, args: Arguments) -> list[int] | None:
 def _metadata(config: Config, args: Arguments) -> dict[str, Any]:
     m, blocks, bound = args.sizes, args.layers + args.predicting, config.get("kda_lower_bound", -5.0)
     rules = rope_rules(config)
+    require_layer(config, (_linear(args, layer) for layer in range(args.layers)), "has linear attention")
     if bound >= 0:
         raise BridgeError(f"{config.path}: kda_lower_bound is {bound!r}; must be below 0")
     if (rules.get("rope_type") or rules.get("type") or "default") not in (*_ROPES, "mrope"):

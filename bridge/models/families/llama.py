@@ -21,6 +21,7 @@ LLAMA = Family(
     keys={"max_position_embeddings": 2048, "attention_bias": False, "mlp_bias": False},
     metadata=(ATTENTION_BIAS, Present("mlp_bias", "ffn_gate.bias")),
     in_gguf=lambda get: not get("expert_count") and not get("attention.sliding_window"),
+    divided=True,
     table=decoder(
         *pre_norm_attention(bias=configured, o_bias=configured, interleaved=True),
         *gated_mlp("mlp", "inner", bias=lambda args: args.mlp_bias),
@@ -37,6 +38,7 @@ def _every_fourth(config: Config, args: Arguments) -> dict[str, Any]:
 
 SMOLLM3 = replace(
     LLAMA,
+    divided=False,
     titles=("SmolLM3",), arch="smollm3", architectures=("SmolLM3ForCausalLM",), model_type="smollm3",
     keys={**LLAMA.keys, "tie_word_embeddings": True, "rope_theta": 2000000.0},
     expects=(SILU, Expected("no_rope_layer_interval", (4,), "llama.cpp omits rotation in every fourth layer")),

@@ -63,6 +63,7 @@ LLAMA4 = Family(
     ),
     language_model=("llama4_text", "Llama4ForCausalLM"), written_as={"num_experts": "num_local_experts"}, wrapped=True,
     alternative=_EXPERTS, unstacked=True,
+    divided=True,
     table=decoder(
         *pre_norm_attention(bias=configured, o_bias=configured),
         *in_layers(other_layers(_sparse), *gated_mlp("feed_forward", "inner")),

@@ -10,7 +10,7 @@ from bridge.models.config.model_config import Config
 from bridge.models.config.rope import yarn_betas
 from bridge.models.families.qwen import QWEN3_MOE
 from bridge.models.families.windows import one_base_windows
-from bridge.models.family import EXPERTS, NO_ROPE_FACTORS, Row, configured, decoder, pre_norm_attention
+from bridge.models.family import EXPERTS, Row, configured, decoder, pre_norm_attention
 
 _WINDOWS = one_base_windows("mellum")
 
@@ -30,7 +30,7 @@ MELLUM = replace(
         "max_position_embeddings": 131072, "head_dim": 128, "attention_bias": False, "num_experts": None,
         "moe_intermediate_size": None, "norm_topk_prob": True, "rope_theta": 500000.0,
     },
-    metadata=(Computed(_metadata, _WINDOWS.config), NO_ROPE_FACTORS, ATTENTION_BIAS),
+    metadata=(Computed(_metadata, _WINDOWS.config), ATTENTION_BIAS),
     predicts="dropped",
     table=decoder(
         *pre_norm_attention(Row("self_attn.q_norm", "head"), Row("self_attn.k_norm", "head"), bias=configured),

@@ -12,6 +12,7 @@ from bridge.errors import BridgeError
 from bridge.models.config.arguments import Arguments
 from bridge.models.config.gguf_keys import Computed, Constant, StoredKeys
 from bridge.models.config.model_config import Config
+from bridge.models.config.rope import rope_rules
 from bridge.models.families.mixtures import has_experts, router_bias
 from bridge.models.families.windows import local_base, rules_of_both, window_config
 from bridge.models.family import (
@@ -25,6 +26,7 @@ from bridge.models.family import (
     gated_mlp,
     in_layers,
     other_layers,
+    require_layer,
 )
 from bridge.models.prediction import prediction, predicts
 
@@ -50,8 +52,26 @@ def _windowed(args: Arguments, layer: int) -> bool:
     return predicts(args, layer) or args.kinds[layer] == "sliding_attention"
 
 
+def _check_rotation(config: Config, args: Arguments) -> None:
+    """BridgeError where layers with a window rotate otherwise than llama.cpp has it."""
+    local = rope_rules(config).get("sliding_attention") or {}
+    share = local.get("partial_rotary_factor")
+    if share is not None and int(args.head_dim * share) != args.rotated:
+        raise BridgeError(
+            f"{config.path}: layers with a window rotate {int(args.head_dim * share)} elements of a head, the others "
+            f"{args.rotated}; llama.cpp has one number for all here"
+        )
+    if args.rope.attention_factor is not None:
+        raise BridgeError(
+            f"{config.path}: rope with an attention factor of its own; llama.cpp would scale layers with a window as "
+            "well"
+        )
+
+
 def _metadata(config: Config, args: Arguments) -> dict[str, Any]:
     windows = [_windowed(args, layer) for layer in range(args.layers + args.predicting)]
+    require_layer(config, windows, "has a window")
+    _check_rotation(config, args)
     scale = config.get("attention_value_scale")
     return {
         "attention.head_count_kv": [args.more["local_kv_heads"] if window else args.kv_heads for window in windows],

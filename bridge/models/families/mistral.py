@@ -23,6 +23,7 @@ MISTRAL = Family(
     titles=("Mistral",), arch="llama", architectures=("MistralForCausalLM",), model_type="mistral",
     keys={"sliding_window": None},
     in_gguf=lambda get: not get("expert_count") and bool(get("attention.sliding_window")),
+    divided=True,
     table=decoder(*_ATTENTION, *gated_mlp("mlp", "inner", bias=optional)),
 )  # fmt: skip
 
@@ -31,6 +32,7 @@ MIXTRAL = Family(
     keys={"sliding_window": None, "num_experts": None},
     in_gguf=lambda get: bool(get("expert_count")),
     written_as={"num_experts": "num_local_experts"},
+    divided=True,
     table=decoder(*_ATTENTION, *EXPERTS),
     alternative="block_sparse_moe",
 )  # fmt: skip

@@ -11,7 +11,7 @@ from bridge.models.config.arguments import Arguments
 from bridge.models.config.gguf_keys import Computed, Key, StoredKeys
 from bridge.models.config.model_config import Config
 from bridge.models.config.rope import rope_rules
-from bridge.models.family import NO_BIASES, Expected, Family, Row, attention, decoder, gated_mlp
+from bridge.models.family import NO_BIASES, Expected, Family, Row, attention, decoder, gated_mlp, require_layer
 
 _WINDOWED, _FULL = "sliding_attention", "full_attention"
 _SCALE = 3.87  # of q
@@ -29,6 +29,7 @@ def _windows(config: Config, args: Arguments) -> list[bool]:
 def _metadata(config: Config, args: Arguments) -> dict[str, Any]:
     windows, rules = _windows(config, args), rope_rules(config)
     bases = config.get("layer_rope_theta", windows)
+    require_layer(config, windows, "has a window")
     if [bool(base) for base in bases] != windows:
         raise BridgeError(
             f"{config.path}: layer_rope_theta is {bases!r:.80}; llama.cpp rotates in the layers with a window, and in "

@@ -15,7 +15,6 @@ from bridge.models.families.windows import one_base_windows
 from bridge.models.family import (
     EXPERTS,
     NO_BIASES,
-    NO_ROPE_FACTORS,
     SILU,
     Expected,
     Family,
@@ -65,7 +64,7 @@ OLMOE = Family(
         SILU, NO_BIASES, Expected("clip_qkv", (None,)),
         Expected("norm_topk_prob", (False,), "llama.cpp does not normalize this architecture's expert weights"),
     ),
-    metadata=(Computed(_all_heads), NO_ROPE_FACTORS),
+    metadata=(Computed(_all_heads),),
     table=decoder(
         *pre_norm_attention(Row("self_attn.q_norm", "q"), Row("self_attn.k_norm", "kv")),
         *EXPERTS,

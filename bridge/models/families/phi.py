@@ -33,6 +33,7 @@ PHI3 = Family(
     titles=("Phi-3 to Phi-4",), arch="phi3", architectures=("Phi3ForCausalLM",), model_type="phi3",
     keys={"sliding_window": None, "partial_rotary_factor": 1.0, "rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
     metadata=(Computed(_context, _config),),
+    divided=True,
     table=decoder(
         Row("input_layernorm", "hidden"),
         Row("self_attn.qkv_proj", "q+kv+kv hidden", separate=tuple(f"self_attn.{part}_proj" for part in "qkv")),

@@ -28,6 +28,7 @@ from bridge.models.family import (
     gated_mlp,
     in_layers,
     other_layers,
+    require_layer,
 )
 from bridge.models.prediction import prediction
 
@@ -143,8 +144,7 @@ def _limits(config: Config, args: Arguments, key: str) -> list[float] | None:
 
 def _metadata(config: Config, args: Arguments) -> dict[str, Any]:
     _check_rotation(config, args)
-    if _WINDOW not in args.kinds:
-        raise BridgeError(f"{config.path}: no layer of layer_types has a window; llama.cpp loads no such model")
+    require_layer(config, (kind == _WINDOW for kind in args.kinds), "has a window")
     kinds, sparse = _kinds(config, args), list(args.by_layer["sparse"])
     return {
         "attention.head_count": list(args.by_layer["gate"]),
@@ -218,6 +218,7 @@ STEP35 = Family(
         Key("moe_every_n_layers", "moe_every_n_layer", 1),
     ),
     wrapped=True, predicts="carried", alternative="moe.",
+    divided=True,
     table=decoder(
         Row("input_layernorm", "hidden", change="+1"),
         *attention(
