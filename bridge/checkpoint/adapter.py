@@ -235,7 +235,7 @@ def read_adapter(path: str | Path) -> Adapter:
 def _token_rows(module: str, values: np.ndarray, config: AdapterConfig) -> TokenRows:
     """The rows of a module that are replaced, with their tokens."""
     tokens = config.tokens(module)
-    listed = isinstance(tokens, list) and all(type(token) is int and token >= 0 for token in tokens)
+    listed = isinstance(tokens, list) and tokens and all(type(token) is int and token >= 0 for token in tokens)
     if not listed or len(set(tokens)) != len(tokens):
         raise BridgeError(
             f"{config.file}: the tokens of {module} are {tokens!r:.80}, must be different integers from 0; "

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from bridge.errors import BridgeError
+from bridge.gguf_file.purpose import is_encoder
 from bridge.models.gguf_config import add_rope_factors, config_of_gguf
 from bridge.nn.decoder_cache import attach
 from bridge.nn.placement import float32_names, replace_linears, rope_factors
@@ -50,11 +51,15 @@ def load(
     import transformers
 
     config: Any = model_id_or_config
+    of_file = config if gguf is None else gguf
+    file = of_file if isinstance(of_file, GGUFFile) else open_gguf(of_file)
+    if is_encoder(file.metadata):
+        raise BridgeError(
+            f"{file.path}: {file.arch} is an encoder, of which transformers makes no model that continues a text; "
+            "bridge.Model.load makes vectors with it"
+        )
     if gguf is None:
-        file = config if isinstance(config, GGUFFile) else open_gguf(config)
         config = _config_from(file)
-    else:
-        file = gguf if isinstance(gguf, GGUFFile) else open_gguf(gguf)
     source = str(config) if isinstance(config, str | Path) else None
     if source is not None:
         try:

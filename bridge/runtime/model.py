@@ -384,6 +384,7 @@ class Model(Vectors):
                           template for them where it has one
         most              of a conversation of more tokens than that, a beginning that is longer is enough
         """
+        self.check_continues()
         return self._template.tokens(self.tokenizer, messages, template_options, most)
 
     def chat_text(

@@ -1,7 +1,7 @@
 """What a model makes of whole texts: vectors, and scores of documents for a query."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
@@ -46,6 +46,8 @@ class Vectors(ABC):
                    it of the model's training, or else the mean
         normalize  whether vectors have length 1, so that products of them are cosines
         """
+        if not isinstance(texts, Iterable):
+            raise BridgeError(f"texts is a {type(texts).__name__}; must be a text or a list of texts")
         prompts = [texts] if isinstance(texts, str) else list(texts)
         ids = [self.checked_ids(self.tokenizer.encode(text) if isinstance(text, str) else text) for text in prompts]
         vectors = []
@@ -70,13 +72,12 @@ class Vectors(ABC):
 
     def pooler(self, pooling: str | None) -> Pooler:
         """What makes a vector of a text's states; `pooling` as in `embed`."""
-        pooling = pooling or self.config.pooling or "mean"
-        if pooling == "rank":
+        if pooling is None and self.config.pooling == "rank":
             raise BridgeError(
                 f"{self.path}: is a reranker, which scores documents for a query (rerank); its vectors need "
                 f"{parameter('pooling', 'mean')}, cls or last"
             )
-        return Pooler(pooling, self._dense)
+        return Pooler(pooling or self.config.pooling or "mean", self._dense)
 
     @cached_property
     def ranker(self) -> Ranker:
@@ -88,10 +89,13 @@ class Vectors(ABC):
 
         Raises BridgeError where the file has no such head, or a query and a document do not fit the context.
         """
-        if isinstance(documents, str):
-            raise BridgeError("documents is a text; must be a list of texts")
-        scores = []
-        for ids in [self.checked_ids(self.ranker.tokens(query, document)) for document in documents]:
+        if isinstance(documents, str) or not isinstance(documents, Iterable):
+            raise BridgeError(f"documents is a {type(documents).__name__}; must be a list of texts")
+        texts, scores = list(documents), []
+        for text in (query, *texts):
+            if not isinstance(text, str):
+                raise BridgeError(f"query and documents must be texts; one is a {type(text).__name__}")
+        for ids in [self.checked_ids(self.ranker.tokens(query, text)) for text in texts]:
             pooler = Pooler(self.ranker.pooling)
             self._read_whole(ids, pooler)
             scores.append(self.ranker.score(pooler.vector(normalize=False)))

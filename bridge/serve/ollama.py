@@ -255,7 +255,7 @@ class ModelCard:
             for key, value in model.file.metadata.items()
         }
         thinks = bool(thinking_switches(template)) or model.reply_form.thinks
-        abilities = {"completion": True, "embedding": True, "tools": bool(template), "thinking": thinks}
+        abilities = {"completion": model.config.causal, "embedding": True, "tools": bool(template), "thinking": thinks}
         return {
             "modelfile": f"FROM {model.path.name}\n", "parameters": "", "template": template, "license": "",
             "details": self._details, "modified_at": self._modified,

@@ -268,6 +268,7 @@ def _grammar(fields: RequestFields) -> tuple[dict[str, Any], str]:
 
 def chat(body: Any, model: Model, defaults: Mapping[str, Any], prompt_field: str = "messages") -> ReplyRequest:
     """The body of /v1/chat/completions; `prompt_field`: what another interface calls the messages."""
+    model.check_continues()
     if model.chat_template is None:
         raise BadRequest("the model has no chat template, so that it takes no messages; send a prompt to "
                          "/v1/completions", prompt_field, "unsupported_parameter")  # fmt: skip

@@ -40,7 +40,7 @@ def rerank_jobs(body: Any, model: Model, awaited: Callable[[], bool]) -> tuple[R
     query, field = fields.needed("query", _TEXT), "texts" if "texts" in fields else "documents"
     documents = fields.needed(field, _LIST)
     if not documents or not all(isinstance(document, str) for document in documents):
-        raise BadRequest(f"{field} must be a list of at least one text", field)
+        raise BadRequest(f"{field} must be a list of texts, at least one", field)
     if len(documents) > MOST_TEXTS:
         raise BadRequest(f"{field} has {len(documents)} texts; the most is {MOST_TEXTS}", field)
     most = fields.take("top_n", between(1, 1 << 30), len(documents))

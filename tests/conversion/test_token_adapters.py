@@ -155,6 +155,7 @@ REFUSED: dict[str, tuple[Arrays, dict[str, Any], str]] = {
                            "has a row for token 5000, but not for each token from 2048 on: the base model has 2048"),
     "tokens twice": ({f"{EMBEDDINGS}.{DELTA}": ROWS}, {"trainable_token_indices": [3, 5, 5]}, "must be different"),
     "negative tokens": ({f"{EMBEDDINGS}.{DELTA}": ROWS}, {"trainable_token_indices": [3, 5, -1]}, "different integers"),
+    "an empty list": ({f"{EMBEDDINGS}.{DELTA}": ROWS[:0]}, {"trainable_token_indices": []}, r"are \[\], must be"),
     "no tokens": ({f"{EMBEDDINGS}.{DELTA}": ROWS}, {}, f"the tokens of {EMBEDDINGS} are None"),
     "another number of tokens": ({f"{EMBEDDINGS}.{DELTA}": ROWS}, {"trainable_token_indices": [3, 5]},
                                  r"lists 2 tokens of model\.embed_tokens, the adapter has rows \[3, 256\]"),

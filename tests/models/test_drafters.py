@@ -115,6 +115,7 @@ def test_a_model_that_needs_no_other_refuses_one(tmp_path: Path) -> None:
         ("eagle3", {"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}, "must be numbers from 0 to 8"),
         ("eagle3", {"num_hidden_layers": 2}, "graph of EAGLE-3 has one layer"),
         ("eagle3", {"attention_bias": True}, "no biases"),
+        ("dflash", {"dflash_config": {"mask_token_id": 2048, "target_layer_ids": [1, 4, 6]}}, "one of the 2048 tokens"),
     ],
 )
 def test_a_config_that_llama_cpp_cannot_express_is_refused(
@@ -133,3 +134,21 @@ def test_a_table_of_tokens_that_the_model_does_not_have_is_refused(offsets: np.n
     save_file(weights | {"d2t": offsets}, tmp_path / "eagle3/model.safetensors", {"format": "pt"})
     with pytest.raises(BridgeError, match="d2t: must name 512 different ones of the model's 2048 tokens"):
         bridge.convert(tmp_path / "eagle3", tmp_path / "m.gguf", **of)
+
+
+def test_a_head_for_some_tokens_that_does_not_say_which_is_refused(tmp_path: Path) -> None:
+    of = write_drafter("eagle3", tmp_path)
+    weights = load_file(tmp_path / "eagle3/model.safetensors")
+    del weights["d2t"]
+    save_file(weights, tmp_path / "eagle3/model.safetensors", {"format": "pt"})
+    with pytest.raises(BridgeError, match="d2t is missing from the checkpoint"):
+        bridge.convert(tmp_path / "eagle3", tmp_path / "m.gguf", **of)
+
+
+def test_a_head_for_all_tokens_may_list_them(tmp_path: Path) -> None:
+    of = write_drafter("eagle3-whole", tmp_path)
+    weights = load_file(tmp_path / "eagle3-whole/model.safetensors") | {"d2t": np.zeros(2048, np.int64)}
+    save_file(weights, tmp_path / "eagle3-whole/model.safetensors", {"format": "pt"})
+    bridge.convert(tmp_path / "eagle3-whole", tmp_path / "m.gguf", **of)
+    (tokens,) = (t for t in gguf.GGUFReader(tmp_path / "m.gguf").tensors if t.name == "d2t")
+    assert tokens.data.tolist() == list(range(2048))

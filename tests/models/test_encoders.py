@@ -242,13 +242,36 @@ def test_the_adapters_inside_of_jina_v3_are_left_out_with_a_note(tmp_path: Path)
 def test_an_encoder_continues_no_text_and_a_reranker_has_no_pooling_of_its_own(tmp_path: Path) -> None:
     new_encoder(ENCODERS["bert"], tmp_path / "bert")
     with bridge.Model.load(converted(tmp_path / "bert")) as model:
-        for call in (lambda: next(model.generate("a")), lambda: model.logits([2, 3]), lambda: model.logprobs("a cat")):
+        for call in (
+            lambda: next(model.generate("a")), lambda: model.logits([2, 3]), lambda: model.logprobs("a cat"),
+            lambda: model.chat([{"role": "user", "content": "a"}]),
+        ):  # fmt: skip
             with pytest.raises(BridgeError, match="bert is an encoder, which cannot continue a text"):
                 call()
         with pytest.raises(BridgeError, match="is no reranker"):
             model.rerank("a", ["b"])
+        with pytest.raises(BridgeError, match="pooling='rank': choose mean, cls or last"):
+            model.embed("a", "rank")
+    with pytest.raises(BridgeError, match="bert is an encoder, of which transformers makes no model"):
+        bridge.nn.load(model.path)
+    with pytest.raises(BridgeError, match=r"has no cls\.predictions.*calibration needs; `gguf-bridge convert --type`"):
+        bridge.quantize_gguf(tmp_path / "bert", tmp_path / "quantized.gguf", "Q4_0")
     new_encoder(RERANKERS["qwen3-reranker"], tmp_path / "qwen3-reranker")
     with bridge.Model.load(converted(tmp_path / "qwen3-reranker")) as model:
         with pytest.raises(BridgeError, match="is a reranker, which scores documents for a query"):
             model.embed("a")
         assert model.embed("a", "last").shape == (1, 32)
+
+
+@pytest.mark.parametrize("wrong", [3, None])
+def test_what_is_no_text_is_refused(wrong: Any, tmp_path: Path) -> None:
+    new_encoder(RERANKERS["bert-reranker"], tmp_path / "reranker")
+    with bridge.Model.load(converted(tmp_path / "reranker")) as model:
+        with pytest.raises(BridgeError, match=r"texts is a .*; must be a text or a list of texts"):
+            model.embed(wrong)
+        for query, document in (wrong, "a"), ("a", wrong):
+            with pytest.raises(BridgeError, match="query and documents must be texts; one is a"):
+                model.rerank(query, [document])
+        for documents in (wrong, "a"):
+            with pytest.raises(BridgeError, match=r"documents is a .*; must be a list of texts"):
+                model.rerank("a", documents)

@@ -471,6 +471,21 @@ def dflash(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return Pair(request.param, tmp_path_factory.mktemp("dflash"))
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("--remove", "tokenizer.ggml.mask_token_id"), "mask_token_id is None; must be one of the 2048 tokens"),
+        (("--set", "dflash.block_size=100000"), "block_size is 100000; must be from 2 to 1024"),
+    ],
+)
+def test_a_dflash_drafter_whose_block_cannot_be_made_is_refused(
+    change: tuple[str, str], message: str, dflash: Pair, tmp_path: Path
+) -> None:
+    assert main(["edit", str(dflash.file), "-o", str(tmp_path / "edited.gguf"), *change]) == 0
+    with pytest.raises(BridgeError, match=message):
+        list(Model.load(dflash.model, context=64).generate_tokens([1], 4, draft=tmp_path / "edited.gguf"))
+
+
 def dflash_reference(pair: Pair, states: np.ndarray, embedded: np.ndarray) -> np.ndarray:
     """A block's normalized states by transformers' drafter of this kind, which attends to the whole block."""
     import torch

@@ -68,9 +68,18 @@ def test_a_text_longer_than_a_part_of_a_prompt_attends_to_all_of_itself(client: 
 
 
 def test_replies_of_an_encoder_are_refused(client: Any) -> None:
-    answer = client.post("/v1/completions", json={"prompt": "the cat", "max_tokens": 3})
-    assert answer.status_code == 400
-    assert "is an encoder, which cannot continue a text" in answer.json()["error"]["message"]
+    messages = [{"role": "user", "content": "the cat"}]
+    for path, body in (
+        ("/v1/completions", {"prompt": "the cat", "max_tokens": 3}), ("/v1/chat/completions", {"messages": messages}),
+        ("/v1/responses", {"input": "the cat"}), ("/api/chat", {"model": "bert-cls", "messages": messages}),
+    ):  # fmt: skip
+        answer = client.post(path, json=body)
+        assert answer.status_code == 400
+        assert "is an encoder, which cannot continue a text" in answer.text
+
+
+def test_ollamas_clients_are_told_that_an_encoder_makes_vectors_alone(client: Any) -> None:
+    assert client.post("/api/show", json={"model": "bert-cls"}).json()["capabilities"] == ["embedding"]
 
 
 @pytest.mark.parametrize("path", ["/v1/rerank", "/rerank", "/reranking", "/v1/reranking"])
@@ -103,8 +112,8 @@ def test_teis_form_is_a_list_of_scores(ranking: Any) -> None:
     [
         ({"documents": ["a"]}, "query", "query is missing"),
         ({"query": "a"}, "documents", "documents is missing"),
-        ({"query": "a", "documents": []}, "documents", "at least one text"),
-        ({"query": "a", "documents": [1]}, "documents", "at least one text"),
+        ({"query": "a", "documents": []}, "documents", "must be a list of texts, at least one"),
+        ({"query": "a", "documents": [{"text": "b"}]}, "documents", "must be a list of texts, at least one"),
         ({"query": "a", "documents": ["b"], "top_n": 0}, "top_n", "must be between"),
         ({"query": "a", "documents": ["b"], "x": 0}, "x", "is not supported"),
         ({"query": "a", "documents": 300 * ["b"]}, "documents", "the most is 256"),

@@ -59,6 +59,8 @@ def _metadata(config: Config, args: Arguments) -> dict[str, Any]:
     keys["target_layers"] = _target_layers(config)
     if (mask := own.get("mask_token_id")) is not None:
         keys["tokenizer.ggml.mask_token_id"] = layers.count("mask_token_id", mask)
+        if mask >= args.vocab:
+            raise BridgeError(f"{config.path}: mask_token_id is {mask}; must be one of the {args.vocab} tokens")
     for key, name in (
         ("logit_scale", "output_multiplier"), ("final_logit_softcapping", "final_logit_softcapping"),
         ("embedding_scale", "input_embedding_scale"),

@@ -72,6 +72,13 @@ _ROWS = (
     Row("post_attention_layernorm", "hidden"),
     *gated_mlp("mlp", "inner"),
 )
+_TARGETS = Row("model.d2t", "draft", exact=True, name="d2t", floats="I64", change="targets")
+
+
+def _of_some(args: Arguments) -> bool:
+    """Whether the head has a row for some of the tokens only."""
+    return args.more["draft"] != args.vocab
+
 
 EAGLE3 = Family(
     titles=("EAGLE-3 heads",), arch="eagle3", named_as="llama", drafter=True, needs_target=True,
@@ -94,6 +101,7 @@ EAGLE3 = Family(
         ),
         Row("model.fc", "hidden fused", name="fc.weight"),
         Row("model.input_norm", "fused", name="enc.output_norm.weight", optional=True),
-        Row("model.d2t", "draft", exact=True, name="d2t", floats="I64", change="targets", optional=True),
+        replace(_TARGETS, when=_of_some),
+        replace(_TARGETS, when=lambda args: not _of_some(args), optional=True),
     ),
 )  # fmt: skip

@@ -201,8 +201,8 @@ class FloatModel:
         stored = self._stored(name)
         if stored is None:
             raise BridgeError(
-                f"{self.ckpt.path}: has no {name}, a part of transformers' {type(self.model).__name__}; "
-                "which calibration needs"
+                f"{self.ckpt.path}: has no {name}, a part of transformers' {type(self.model).__name__}, which "
+                "calibration needs; `gguf-bridge convert --type` rounds a model without it"
             )
         return stored
 

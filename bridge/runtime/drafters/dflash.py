@@ -21,6 +21,8 @@ from bridge.runtime.drafters.drafter import Drafter
 from bridge.runtime.drafters.network import Network
 from bridge.runtime.tokenizer import common_prefix
 
+_LONGEST_BLOCK = 1024  # tokens
+
 
 class _Layer:
     """The matrices and norms of a layer."""
@@ -55,9 +57,12 @@ class DFlash:
         self.mask = file.file.metadata.get("tokenizer.ggml.mask_token_id")
         self.block, self.causal = file.get("block_size", 16), bool(file.get("attention.causal", False))
         if not isinstance(self.mask, int) or not 0 <= self.mask < self.embedding.shape[0]:
-            raise BridgeError(f"{file.path}: tokenizer.ggml.mask_token_id is {self.mask!r}; convert the drafter again")
-        if not isinstance(self.block, int) or self.block < 2:
-            raise BridgeError(f"{file.path}: dflash.block_size is {self.block!r}; must be 2 or more")
+            raise BridgeError(
+                f"{file.path}: tokenizer.ggml.mask_token_id is {self.mask!r}; must be one of the "
+                f"{self.embedding.shape[0]} tokens: set it in the drafter's config.json, and convert that again"
+            )
+        if not isinstance(self.block, int) or not 2 <= self.block <= _LONGEST_BLOCK:
+            raise BridgeError(f"{file.path}: dflash.block_size is {self.block!r}; must be from 2 to {_LONGEST_BLOCK}")
         self.rotation = Rotation(c, file.context + self.block, file.factors())
 
     def read(self, states: np.ndarray, position: int, stored: list[KeysAndValues]) -> None:
