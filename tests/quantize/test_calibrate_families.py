@@ -120,6 +120,11 @@ def several_parts(folder: Path, kind: str, tied: bool) -> Path:
     return save_model(folder, config, without=SHAPE, auto="AutoModelForImageTextToText", **fields)
 
 
+def of_text(whole: Any) -> Any:
+    """What computes logits of tokens alone: of Llama 4 the language model, for transformers 5.24 fails without images."""
+    return whole.language_model if type(whole).__name__ == "Llama4ForConditionalGeneration" else whole
+
+
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("kind", PARTS)
 def test_of_a_model_of_several_parts_the_language_model_is_walked(tmp_path: Path, kind: str, tied: bool) -> None:
@@ -130,7 +135,7 @@ def test_of_a_model_of_several_parts_the_language_model_is_walked(tmp_path: Path
         for block in (None, 0, 1):
             model.load(block)
         model.load_head()
-        torch.testing.assert_close(model.model(TOKENS).logits, whole(TOKENS).logits, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(model.model(TOKENS).logits, of_text(whole)(TOKENS).logits, rtol=1e-4, atol=1e-4)
         embeddings, head = model.embedding_and_head()
         assert (embeddings == head) == tied
         assert f"{embeddings}.weight" in checkpoint.tensors
@@ -195,7 +200,7 @@ def test_experts_of_any_orientation_are_split_as_they_compute_together(tmp_path:
             save_model(folder, config, without=SHAPE, auto="AutoModelForImageTextToText", **fields)
             auto = transformers.AutoModelForImageTextToText
         whole = auto.from_pretrained(folder, dtype=torch.float32).eval()
-        expected = whole(TOKENS).logits.detach()
+        expected = of_text(whole)(TOKENS).logits.detach()
         for turned in (False, True):
             if turned:
                 turn_experts(folder)
@@ -210,10 +215,10 @@ def test_experts_of_any_orientation_are_split_as_they_compute_together(tmp_path:
         _, blocks = decoder_blocks(whole)
         split = [split_experts(block) for block in blocks]
         assert all(split)
-        torch.testing.assert_close(whole(TOKENS).logits.detach(), expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(of_text(whole)(TOKENS).logits.detach(), expected, rtol=1e-4, atol=1e-4)
         found = dict(quantize_model(whole, TOKENS, rounded, cross=True))
         assert sum(".experts." in name for name in found) == 2 * 3 * 3
-        assert (whole(TOKENS).logits - expected).abs().max() > 1e-3
+        assert (of_text(whole)(TOKENS).logits - expected).abs().max() > 1e-3
 
 
 def turn_experts(folder: Path) -> None:

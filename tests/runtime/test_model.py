@@ -396,7 +396,7 @@ def test_options_that_mean_nothing_are_refused(options: dict[str, Any], message:
         ({"qwen3_block_count": 512}, r"no tensor blk\.\d+\.\w+"),
         ({"qwen3_block_count": 2**32 - 1}, "qwen3.block_count is 4294967295; must be at most 512"),
         ({"tokenizer_ggml_pre": "of tomorrow"}, "tokenizer.ggml.pre is 'of tomorrow'"),
-        ({"tokenizer_ggml_model": "t5"}, "tokenizer.ggml.model is 't5'"),
+        ({"tokenizer_ggml_model": "rwkv"}, "tokenizer.ggml.model is 'rwkv'"),
     ],
 )
 def test_a_file_that_cannot_be_run_says_why(changes: dict, message: str, path: Path, tmp_path: Path) -> None:
