@@ -121,7 +121,7 @@ def several_parts(folder: Path, kind: str, tied: bool) -> Path:
 
 
 def of_text(whole: Any) -> Any:
-    """What computes logits of tokens alone: of Llama 4 the language model, for transformers 5.24 fails without images."""
+    """What computes logits of tokens: of Llama 4 the language model, for transformers 5.24 fails without images."""
     return whole.language_model if type(whole).__name__ == "Llama4ForConditionalGeneration" else whole
 
 
