@@ -92,7 +92,7 @@ def describe_model(
         inner = {**inner, "tie_word_embeddings": False}
     target_config = _target(family, folder, target)
     stored_names, names_note = _with_prefix(stored_names, family)
-    if headless := _headless(stored_names, family, inner):
+    if headless := _headless(stored_names, family, inner, pooling_type(folder) is not None):
         inner = {**inner, "tie_word_embeddings": True}
     listed = listed_layers(Config(inner, folder / "config.json", names=family.names))
     layers, extra = inner.get("num_hidden_layers", len(listed or ()) or None), 0
@@ -317,14 +317,15 @@ def _with_prefix(stored_names: dict[str, str], family: Family) -> tuple[dict[str
     return named, [f"the names of tensors lack {prefix!r}: {first} is read as {prefix}{first}"]
 
 
-def _headless(stored_names: Collection[str], family: Family, config: dict[str, Any]) -> list[str]:
-    """A note where the checkpoint is of a class of transformers without a head, LlamaModel, and has none."""
+def _headless(stored_names: Collection[str], family: Family, config: dict[str, Any], pooled: bool) -> list[str]:
+    """A note where the checkpoint is of a class of transformers without a head, LlamaModel, and has none, or where its
+    states are pooled (Qwen3-Embedding)."""
     architectures = config.get("architectures")
     names = list(map(str, architectures)) if isinstance(architectures, list) else []
-    named = bool(names) and all(name.endswith("Model") for name in names)
+    named = bool(names) and (pooled or all(name.endswith("Model") for name in names))
     tied = config.get("tie_word_embeddings", family.keys.get("tie_word_embeddings", False))
     has_head = any(name.startswith(f"{HEAD.source}.") for name in stored_names)
-    if not named or tied or HEAD not in family.table or has_head:
+    if not named or tied or has_head or not any(row.source == HEAD.source for row in family.table):
         return []
     return [f"{names[0]} has no output head: the embeddings take its place, as in llama.cpp"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -93,7 +94,7 @@ def test_pickled_tensors_are_renamed_too(tmp_path):
     assert "module.model." in note
 
 
-@pytest.mark.parametrize("name", ["Qwen3Model", "PeftModelForCausalLM", "MyQwen3"])
+@pytest.mark.parametrize("name", ["Qwen3Encoder", "PeftModelForCausalLM", "MyQwen3"])
 def test_an_unknown_architecture_of_a_known_model_type_is_loaded_with_a_note(tmp_path, name):
     shutil.copytree(CHECKPOINT, tmp_path / "model")
     edit_json(tmp_path / "model" / "config.json", architectures=[name])
@@ -112,6 +113,15 @@ def test_a_class_without_a_head_gets_none(tmp_path):
     edit_json(folder / "config.json", architectures=["Qwen3ForCausalLM"])
     with open_checkpoint(folder) as ckpt, pytest.raises(BridgeError, match=r"lm_head\.weight is missing"):
         outline_of(ckpt)
+    (folder / "1_Pooling").mkdir()  # of Qwen3-Embedding 8B
+    modules = [{"type": f"sentence_transformers.models.{kind}", "path": path} for kind, path in
+               (("Transformer", ""), ("Pooling", "1_Pooling"))]  # fmt: skip
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling/config.json").write_text('{"pooling_mode_lasttoken": true}')
+    with open_checkpoint(folder) as ckpt:
+        outline = outline_of(ckpt)
+    assert "output.weight" not in {t.name for t in outline.tensors}
+    assert any("has no output head" in note for note in outline.notes)
 
 
 def test_an_architecture_of_an_unknown_model_type_is_refused_with_both_names(tmp_path):
