@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import queue
 import re
@@ -782,6 +783,7 @@ def test_jobs_whose_kernels_run_here_are_right_and_wrong_where_kernels_do_nothin
     job: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On the machine of tests/support/gpu, which computes: captured products, and attention over two tiles."""
+    import torch
     from bridge.cuda.toolchain.launch import Kernel
     from gpu_checks import contexts
 
@@ -797,12 +799,18 @@ def test_jobs_whose_kernels_run_here_are_right_and_wrong_where_kernels_do_nothin
         "attention": lambda: contexts.check("q8_0"),
         "layers": lambda: contexts.check_layers("f16"),
     }
-    run = checks[job]
+    run, empty = checks[job], torch.empty
+
+    def poisoned(*size: Any, **options: Any) -> Any:
+        """Memory in which no results of the run before are left."""
+        memory = empty(*size, **options)
+        return memory.fill_(math.nan) if memory.is_floating_point() else memory
+
     with pretended_gpu(multiprocessors=2, graphs=True):
         assert run()["wrong"] == []
         monkeypatch.setattr(Kernel, "run", lambda *given: None)
-        # a prompt may read memory in which the right results still are
-        assert len(run()["wrong"]) >= {"graphs": 5, "attention": 4, "layers": 3}[job]
+        monkeypatch.setattr(torch, "empty", poisoned)
+        assert len(run()["wrong"]) == {"graphs": 5, "attention": 4, "layers": 4}[job]
 
 
 def test_kernels_that_jobs_launch_are_found_without_a_gpu_and_can_be_compiled_ahead(
