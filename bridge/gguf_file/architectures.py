@@ -130,9 +130,7 @@ class Graph:
     positions: bool = False  # each position has an embedding
     streams: bool = False  # there are several streams of activations
     logit_cap: float = 0.0  # as score_cap, of logits: final_logit_softcapping
-    factors_said: bool = (
-        False  # what scales embeddings, layers and logits must be said: llama.cpp's defaults are others
-    )
+    factors_said: bool = False  # what scales embeddings, layers and logits must be said
     logits_times: bool = False  # logits are multiplied by logit_scale, not divided
     head_gelu: bool = False  # a reranker's head has gelu between its matrices, in place of tanh
     head_mean: bool = False  # it reads the mean of all states, if classifier.pooling_type does not say otherwise

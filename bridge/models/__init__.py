@@ -92,7 +92,8 @@ def describe_model(
         inner = {**inner, "tie_word_embeddings": False}
     target_config = _target(family, folder, target)
     stored_names, names_note = _with_prefix(stored_names, family)
-    if headless := _headless(stored_names, family, inner, pooling_type(folder) is not None):
+    pooling = pooling_type(folder)
+    if headless := _headless(stored_names, family, inner, pooling is not None):
         inner = {**inner, "tie_word_embeddings": True}
     listed = listed_layers(Config(inner, folder / "config.json", names=family.names))
     layers, extra = inner.get("num_hidden_layers", len(listed or ()) or None), 0
@@ -140,7 +141,7 @@ def describe_model(
     writer.add_type(gguf.GGUFType.MODEL)
     provenance.set_gguf_meta_model(writer)
     args.add_metadata(writer, family.layer_norm, family.rotary)
-    if (pooling := pooling_type(folder)) is not None:
+    if pooling is not None:
         writer.add_pooling_type(gguf.PoolingType(pooling))
     of_tokens = {key: family_keys.pop(key) for key in [*family_keys] if key.startswith("tokenizer.")}
     for key, value in family_keys.items():

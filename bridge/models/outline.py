@@ -27,6 +27,12 @@ CHANGES = (
     "unit columns", "targets", *ADDED, *FRAMES,
 )  # fmt: skip
 
+
+def without_added(values: np.ndarray, change: str | None) -> np.ndarray:
+    """The values as they are stored, before a number of `ADDED` was added; the same ones where none was."""
+    return values - np.float32(ADDED[change]) if change in ADDED else values
+
+
 COLOURS = 3
 
 

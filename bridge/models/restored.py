@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from bridge.models.outline import ADDED, Part
+from bridge.models.outline import Part, without_added
 
 
 def restored(pieces: Sequence[tuple[Part, np.ndarray]], shape: tuple[int, ...]) -> np.ndarray:
@@ -16,9 +16,8 @@ def restored(pieces: Sequence[tuple[Part, np.ndarray]], shape: tuple[int, ...]) 
     for part, values in pieces:
         if part.factor is not None:
             values = values / part.factor[rows_of(part)].reshape(-1, *(1,) * (values.ndim - 1))
-        if part.change in ADDED:
-            values = values - np.float32(ADDED[part.change])
-        elif part.change == "exp":
+        values = without_added(values, part.change)
+        if part.change == "exp":
             values = np.log(values)
         elif part.change == "-exp":
             values = np.log(-values)

@@ -49,8 +49,8 @@ def _levels(mantissa: int) -> np.ndarray:
     """float32 [64]: the values of floats of 6 bits, a sign, the exponent, so many bits of mantissa."""
     fields = np.arange(32, dtype=np.int32)
     exponent, rest, bias = fields >> mantissa, fields & (2**mantissa - 1), 2 ** (4 - mantissa) - 1
-    whole = np.where(exponent > 0, rest + 2**mantissa, rest).astype(np.float32)
-    values = np.ldexp(whole, np.maximum(exponent, 1) - bias - mantissa)
+    significands = np.where(exponent > 0, rest + 2**mantissa, rest).astype(np.float32)
+    values = np.ldexp(significands, np.maximum(exponent, 1) - bias - mantissa)
     return np.concatenate([values, -values])
 
 

@@ -24,7 +24,7 @@ from bridge.errors import BridgeError, parameter
 from bridge.gguf_file.reader import StoredModel, StoredTensor
 from bridge.models import numbers_of_gguf, tensors_of_gguf
 from bridge.models.gguf_config import family_of_gguf
-from bridge.models.outline import ADDED, OutlineTensor, Part
+from bridge.models.outline import ADDED, OutlineTensor, Part, without_added
 from bridge.models.restored import restored, rows_of, shape_of
 from bridge.models.wrapper import has_parts, name_in_parts, text_names
 from bridge.runtime.cpu.engines.dequantize import UNQUANTIZED
@@ -95,11 +95,11 @@ class SourceTensor:
         if self.scale != 1:
             values *= np.float32(self.scale)
         if matrix:
-            return values - np.float32(ADDED.get(self.part.change or "", 0.0))
+            return without_added(values, self.part.change)
         values = values.reshape(self.part.shape)
         if len(self.part.shape) == 1 and self.part.rows is not None:
             values = values[np.argsort(self.part.rows)]
-        values = values - np.float32(ADDED.get(self.part.change or "", 0.0))
+        values = without_added(values, self.part.change)
         return np.ascontiguousarray(values.T)[rows] if self.part.change == "conv1d" else values[rows]
 
     def values(self, rows: slice = slice(None)) -> np.ndarray:

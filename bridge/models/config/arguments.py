@@ -9,7 +9,7 @@ import numpy as np
 
 from bridge.errors import BridgeError
 from bridge.models.config.model_config import Config
-from bridge.models.config.rope import Rope, read_rope, rope_rules
+from bridge.models.config.rope import Rope, global_rules, read_rope, rope_rules
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,9 +133,7 @@ def read_arguments(config: Config, keys: Mapping[str, Any]) -> Arguments:
     rotated = head_dim
     partial = rope_rules(config).get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if "partial_rotary_factor" in keys:
-        full = rope_rules(config).get("full_attention")  # where layers with a window have rules of their own
-        if partial is None and isinstance(full, dict):
-            partial = full.get("partial_rotary_factor")
+        partial = global_rules(config).get("partial_rotary_factor") if partial is None else partial
         partial = keys["partial_rotary_factor"] if partial is None else partial
         rotated = int(head_dim * _share(config, partial))
         if "rotary_dim" in keys:

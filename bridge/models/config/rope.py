@@ -68,7 +68,7 @@ def rope_rules(config: Config) -> dict[str, Any]:
     return rules
 
 
-def _global_rules(config: Config) -> dict[str, Any]:
+def global_rules(config: Config) -> dict[str, Any]:
     """`rope_rules`; those of layers with full attention where layers with a window have others."""
     rules = rope_rules(config)
     for kind in ("full_attention", "indexed_attention"):
@@ -85,7 +85,7 @@ def read_rope(
     truncate  False for a family trained with yarn's truncate: false, which llama.cpp runs rounded; a note tells
     betas     False for a family with betas of its own in yarn, which llama.cpp does not read; a note tells
     """
-    rules = _global_rules(config)
+    rules = global_rules(config)
     base = rope_number(config, rules, "rope_theta", config.get("rope_theta", default_base))
     kind = rules.get("rope_type") or rules.get("type") or "default"
     if kind in ("default", "mrope"):  # for text, mrope is the default rule: its three positions are equal
@@ -240,7 +240,7 @@ def _yarn(config: Config, rules: dict[str, Any], base: float, truncate: bool, be
 
 def yarn_betas(config: Config, rope: Rope) -> dict[str, float]:
     """The keys of yarn's betas, which llama.cpp's converter writes if config.json has them."""
-    rules = _global_rules(config) if rope.type == "yarn" else {}
+    rules = global_rules(config) if rope.type == "yarn" else {}
     return {f"rope.scaling.yarn_{key}": float(rules[key]) for key in ("beta_fast", "beta_slow") if key in rules}
 
 

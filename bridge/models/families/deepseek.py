@@ -8,6 +8,7 @@ DeepSeek V3.2 and GLM-5 attend to the tokens that a smaller attention chooses, t
 one use the choice of the layer before.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from bridge.models.config.arguments import Arguments
 from bridge.models.config.gguf_keys import Computed, Constant, Key, StoredKeys
 from bridge.models.config.model_config import Config
 from bridge.models.config.rope import rope_rules, yarn_betas
+from bridge.models.families.mixtures import router_bias
 from bridge.models.family import EXPERTS, NO_BIASES, SILU, Expected, Family, Row, decoder, gated_mlp, networks, required
 from bridge.models.outline import Part
 from bridge.models.prediction import prediction
@@ -33,21 +35,32 @@ def latent_sizes(config: Config, args: Arguments) -> dict[str, int]:
     }  # fmt: skip
 
 
-def _keys(args: Arguments, source: str) -> tuple[Part, ...]:
-    """One part per head: [latent, head], the transpose of its first rows."""
-    m = args.sizes
-    each, stored = m["nope"] + m["v_head"], (m["lora"], args.heads * (m["nope"] + m["v_head"]))
-    starts = (head * each + np.arange(m["nope"]) for head in range(args.heads))
-    shape = (m["lora"], m["nope"])
-    return tuple(Part(source, shape, columns=rows, stored=stored, change="transposed") for rows in starts)
+def head_keys(before: str = "") -> Callable[[Arguments, str], tuple[Part, ...]]:
+    """One part per head: [latent, head], its first rows transposed; `before`: the beginning of its sizes' names."""
+
+    def parts(args: Arguments, source: str) -> tuple[Part, ...]:
+        heads, nope, value, lora = _latent_sides(args, before)
+        each, shape = nope + value, (lora, nope)
+        starts = (head * each + np.arange(nope) for head in range(heads))
+        return tuple(Part(source, shape, columns=c, stored=(lora, heads * each), change="transposed") for c in starts)
+
+    return parts
 
 
-def _values(args: Arguments, source: str) -> tuple[Part, ...]:
-    """One part per head: [head, latent], its last rows."""
-    m = args.sizes
-    each = m["nope"] + m["v_head"]
-    rows = (head * each + m["nope"] + np.arange(m["v_head"]) for head in range(args.heads))
-    return tuple(Part(source, (m["v_head"], m["lora"]), r, stored=(args.heads * each, m["lora"])) for r in rows)
+def head_values(before: str = "") -> Callable[[Arguments, str], tuple[Part, ...]]:
+    """One part per head: [head, latent], its last rows; `before` as in `head_keys`."""
+
+    def parts(args: Arguments, source: str) -> tuple[Part, ...]:
+        heads, nope, value, lora = _latent_sides(args, before)
+        each = nope + value
+        rows = (head * each + nope + np.arange(value) for head in range(heads))
+        return tuple(Part(source, (value, lora), r, stored=(heads * each, lora)) for r in rows)
+
+    return parts
+
+
+def _latent_sides(args: Arguments, before: str) -> tuple[int, ...]:
+    return tuple(args.sizes[f"{before}{name}"] for name in ("heads", "nope", "v_head", "lora"))
 
 
 def _heads(_config: Config, args: Arguments) -> dict[str, Any]:
@@ -127,11 +140,11 @@ LATENT_ATTENTION = (
     Row("self_attn.q_b_proj", "q q_lora", when=lambda args: bool(args.more["q_lora"])),
     Row("self_attn.kv_a_proj_with_mqa", "lora+rope hidden"),
     Row("self_attn.kv_a_layernorm", "lora"),
-    Row("self_attn.kv_b_proj", "heads lora nope", parts=_keys, name="attn_k_b.weight", floats="F16"),
-    Row("self_attn.kv_b_proj", "heads v_head lora", parts=_values, name="attn_v_b.weight"),
+    Row("self_attn.kv_b_proj", "heads lora nope", parts=head_keys(), name="attn_k_b.weight", floats="F16"),
+    Row("self_attn.kv_b_proj", "heads v_head lora", parts=head_values(), name="attn_v_b.weight"),
     Row("self_attn.o_proj", "hidden attended"),
 )
-ROUTER_BIAS = Row("mlp.gate.e_score_correction_bias", "experts", exact=True, name="exp_probs_b.bias", optional=True)
+ROUTER_BIAS = replace(router_bias("mlp.gate.e_score_correction_bias"), optional=True)
 
 
 def latent_table(*experts: Row, indexer: tuple[Row, ...] = ()) -> tuple[Row, ...]:

@@ -28,18 +28,18 @@ from bridge.models.family import (
 _WINDOWED = "sliding_attention"
 
 
-def _own(config: Config) -> dict[str, Any]:
+def _dflash_keys(config: Config) -> dict[str, Any]:
     """The keys of dflash_config."""
-    own = config.get("dflash_config") or {}
-    if not isinstance(own, dict):
-        raise BridgeError(f"{config.path}: dflash_config is {own!r:.80}, must be an object")
-    return own
+    dflash_keys = config.get("dflash_config") or {}
+    if not isinstance(dflash_keys, dict):
+        raise BridgeError(f"{config.path}: dflash_config is {dflash_keys!r:.80}, must be an object")
+    return dflash_keys
 
 
 def _target_layers(config: Config) -> list[int]:
     """The layers whose inputs are read; config.json names those before, whose outputs they are."""
     key = "target_layer_ids"
-    layers = listed_target_layers(config, _own(config).get(key, config.get(key)), key)
+    layers = listed_target_layers(config, _dflash_keys(config).get(key, config.get(key)), key)
     count = target_of(config).integer("num_hidden_layers")
     if not layers or max(layers) >= count - 1:
         raise BridgeError(f"{config.path}: {key} is {layers}; llama.cpp reads states after layers 0 to {count - 2}")
@@ -53,11 +53,11 @@ def _sizes(config: Config, args: Arguments) -> dict[str, int]:
 
 
 def _metadata(config: Config, args: Arguments) -> dict[str, Any]:
-    own, keys = _own(config), dict[str, Any]()
-    layers = Config({**config.values, **own}, config.path)  # dflash_config comes first
+    dflash_keys, keys = _dflash_keys(config), dict[str, Any]()
+    layers = Config({**config.values, **dflash_keys}, config.path)  # dflash_config comes first
     keys["block_size"] = layers.integer("block_size", 16)
     keys["target_layers"] = _target_layers(config)
-    if (mask := own.get("mask_token_id")) is not None:
+    if (mask := dflash_keys.get("mask_token_id")) is not None:
         keys["tokenizer.ggml.mask_token_id"] = layers.count("mask_token_id", mask)
         if mask >= args.vocab:
             raise BridgeError(f"{config.path}: mask_token_id is {mask}; must be one of the {args.vocab} tokens")
@@ -67,15 +67,15 @@ def _metadata(config: Config, args: Arguments) -> dict[str, Any]:
     ):  # fmt: skip
         if layers.get(name):
             keys[key] = layers.number(name)
-    if (window := own.get("swa_window_size") or config.get("sliding_window")) and (
-        config.get("use_sliding_window") or own.get("use_swa")
+    if (window := dflash_keys.get("swa_window_size") or config.get("sliding_window")) and (
+        config.get("use_sliding_window") or dflash_keys.get("use_swa")
     ):
         kinds = config.get("layer_types") or ()
         keys["attention.sliding_window"] = layers.integer("swa_window_size", window)
         keys["attention.sliding_window_pattern"] = (
-            [True] * args.layers if own.get("use_swa") else [kind == _WINDOWED for kind in kinds]
+            [True] * args.layers if dflash_keys.get("use_swa") else [kind == _WINDOWED for kind in kinds]
         )
-    causal = config.get("is_causal", own.get("causal"))
+    causal = config.get("is_causal", dflash_keys.get("causal"))
     if causal is not None:
         keys["attention.causal"] = bool(causal)
     if "mrope_section" in rope_rules(target_of(config)):  # its tokens have three positions; those of text are equal

@@ -5,7 +5,7 @@ normalized first. Normalized latent vectors are multiplied by the root of their 
 llama.cpp's converter makes part of the norms' weights, and so does this.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from bridge.models.config.arguments import Arguments
 from bridge.models.config.gguf_keys import Computed, Constant, Key, StoredKeys
 from bridge.models.config.model_config import Config
 from bridge.models.config.rope import rope_number, rope_rules
+from bridge.models.families.deepseek import head_keys, head_values
 from bridge.models.families.mixtures import LAYER_KINDS, has_experts, router_bias
 from bridge.models.family import (
     EXPERTS,
@@ -128,23 +129,6 @@ def _latent_norm(source: str, size: str) -> Row:
     return Row(source, size, parts=parts)
 
 
-def _heads(before: str, first: int) -> Callable[[Arguments, str], tuple[Part, ...]]:
-    """Of each head its keys' rows of kv_b_proj, transposed (`first` 0), or its values' rows (1)."""
-
-    def parts(args: Arguments, source: str) -> tuple[Part, ...]:
-        m = args.sizes
-        heads, nope, value, lora = (m[before + name] for name in ("heads", "nope", "v_head", "lora"))
-        starts = (nope + value) * np.arange(heads)
-        if first:
-            rows = (start + nope + np.arange(value) for start in starts)
-            return tuple(Part(source, (value, lora), r, stored=(heads * (nope + value), lora)) for r in rows)
-        columns = (start + np.arange(nope) for start in starts)
-        stored = lora, heads * (nope + value)
-        return tuple(Part(source, (lora, nope), columns=c, stored=stored, change="transposed") for c in columns)
-
-    return parts
-
-
 def _attention(before: str, rule: LayerRule) -> tuple[Row, ...]:
     """The rows of layers with a window ("local_"), or without ("")."""
     kv_b = "self_attn.kv_b_proj"
@@ -156,11 +140,11 @@ def _attention(before: str, rule: LayerRule) -> tuple[Row, ...]:
         Row(
             kv_b,
             f"{before}heads {before}lora {before}nope",
-            parts=_heads(before, 0),
+            parts=head_keys(before),
             name="attn_k_b.weight",
             floats="F16",
         ),
-        Row(kv_b, f"{before}heads {before}v_head {before}lora", parts=_heads(before, 1), name="attn_v_b.weight"),
+        Row(kv_b, f"{before}heads {before}v_head {before}lora", parts=head_values(before), name="attn_v_b.weight"),
         Row("self_attn.g_proj", f"{before}heads hidden", name="attn_gate.weight"),
         Row("self_attn.o_proj", f"hidden {before}attended"),
     )

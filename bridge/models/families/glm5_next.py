@@ -15,6 +15,7 @@ from bridge.models.config.arguments import Arguments
 from bridge.models.config.gguf_keys import Computed, Constant, Key, StoredKeys
 from bridge.models.config.model_config import Config
 from bridge.models.families.deepseek import INDEXER, LATENT_ATTENTION, ROUTER_BIAS, full_config, full_keys, latent_sizes
+from bridge.models.families.mixtures import layer_kinds
 from bridge.models.family import (
     EXPERTS,
     NO_BIASES,
@@ -113,7 +114,7 @@ def _metadata(config: Config, args: Arguments) -> dict[str, Any]:
 
 def _config(stored: StoredKeys) -> dict[str, Any]:
     layers, heads = stored.values["num_hidden_layers"], stored.values["num_attention_heads"]
-    dense, bound = stored.get("leading_dense_block_count", 0), stored.get("kda.gate_lower_bound")
+    bound = stored.get("kda.gate_lower_bound")
     limits = stored.get("swiglu_clamp_exp") or [0.0]
     return {
         "qk_nope_head_dim": stored.get("attention.key_length_mla"), "qk_rope_head_dim": 0, "mla_use_nope": True,
@@ -122,7 +123,7 @@ def _config(stored: StoredKeys) -> dict[str, Any]:
             "indexed_attention" if kv_heads else "linear_attention"
             for kv_heads in stored.get("attention.head_count_kv")[:layers]
         ],
-        "mlp_layer_types": dense * ["dense"] + (layers - dense) * ["sparse"],
+        **layer_kinds(stored),
         "linear_attn_config": {
             "num_heads": heads, "head_dim": stored.get("kda.head_dim"), "safe_gate": bound is not None,
             "short_conv_kernel_size": stored.get("ssm.conv_kernel"), "gate_lower_bound": bound,

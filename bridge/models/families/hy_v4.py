@@ -11,6 +11,7 @@ from bridge.models.config.arguments import Arguments
 from bridge.models.config.gguf_keys import Computed, Key, StoredKeys
 from bridge.models.config.model_config import Config
 from bridge.models.families.deepseek import INDEXER, LATENT, LATENT_ATTENTION, ROUTER_BIAS, full_config, latent_sizes
+from bridge.models.families.mixtures import layer_kinds
 from bridge.models.family import (
     EXPERTS,
     NO_BIASES,
@@ -65,9 +66,8 @@ def _metadata(config: Config, args: Arguments) -> dict[str, Any]:
 
 
 def _config(stored: StoredKeys) -> dict[str, Any]:
-    layers, dense = stored.values["num_hidden_layers"], stored.get("leading_dense_block_count", 0)
     config = {
-        "mlp_layer_types": dense * ["dense"] + (layers - dense) * ["sparse"],
+        **layer_kinds(stored),
         "swiglu_limit": (stored.get("swiglu_clamp_exp") or [0.0])[0],
         "n_group": stored.get("expert_group_count", 1), "topk_group": stored.get("expert_group_used_count", 1),
     }  # fmt: skip

@@ -180,7 +180,7 @@ def experts(expert: str = "expert hidden") -> tuple[Row, ...]:
     """The router and the experts, of matrices of that shape, and those that all tokens share."""
     back = " ".join(reversed(expert.split()))
     shapes = {"gate": ("w1", expert), "up": ("w3", expert), "down": ("w2", back)}
-    own = (
+    routed = (
         Row(
             f"{_MOE}.experts.*.{part}", shape, (f"mlp.experts.*.{name}_proj", f"mlp.experts.{_STACKS[name]}"),
             name=f"ffn_{name}_exps.weight",
@@ -196,7 +196,7 @@ def experts(expert: str = "expert hidden") -> tuple[Row, ...]:
     bias = "gate.e_score_correction_bias"
     return (
         Row(f"{_MOE}.gate", "experts hidden", ("mlp.gate",), floats="F32", name="ffn_gate_inp.weight"),
-        *own,
+        *routed,
         Row(f"{_MOE}.{bias}", "experts", (f"mlp.{bias}",), exact=True, name="exp_probs_b.bias"),
         *shared,
     )

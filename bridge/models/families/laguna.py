@@ -37,8 +37,8 @@ def _usual(layers: int) -> list[bool]:
 
 def _heads(config: Config, args: Arguments) -> list[int]:
     heads = config.get("num_attention_heads_per_layer") or [args.heads] * args.layers
-    whole = isinstance(heads, list) and all(type(count) is int and count > 0 for count in heads)
-    if not whole or len(heads) != args.layers or any(count % args.kv_heads for count in heads):
+    counts = isinstance(heads, list) and all(type(count) is int and count > 0 for count in heads)
+    if not counts or len(heads) != args.layers or any(count % args.kv_heads for count in heads):
         raise BridgeError(
             f"{config.path}: num_attention_heads_per_layer is {heads!r:.80}; must be a multiple of {args.kv_heads} "
             f"key-value heads for each of {args.layers} layers"

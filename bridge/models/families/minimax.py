@@ -12,6 +12,7 @@ from bridge.errors import BridgeError
 from bridge.models.config.arguments import Arguments
 from bridge.models.config.gguf_keys import Computed, Constant, Key, StoredKeys
 from bridge.models.config.model_config import Config
+from bridge.models.families.mixtures import layer_kinds, router_bias
 from bridge.models.family import (
     EXPERTS,
     NORM,
@@ -27,10 +28,7 @@ from bridge.models.family import (
     pre_norm_attention,
 )
 
-_ROUTER_BIAS = Row(
-    "block_sparse_moe.e_score_correction_bias", "experts", ("mlp.gate.e_score_correction_bias",), exact=True,
-    name="exp_probs_b.bias",
-)  # fmt: skip
+_ROUTER_BIAS = router_bias("block_sparse_moe.e_score_correction_bias")
 
 
 def _m2_config(stored: StoredKeys) -> dict[str, Any]:
@@ -81,7 +79,7 @@ def _m3_config(stored: StoredKeys) -> dict[str, Any]:
     return {
         "rotary_dim": stored.get("rope.dimension_count", stored.values["head_dim"]),
         "shared_intermediate_size": stored.get("expert_shared_count") * stored.get("expert_feed_forward_length"),
-        "mlp_layer_types": dense * ["dense"] + (layers - dense) * ["sparse"],
+        **layer_kinds(stored),
         "layer_types": dense * ["full_attention"] + (layers - dense) * ["minimax_m3_sparse"],
     }
 

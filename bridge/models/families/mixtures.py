@@ -28,9 +28,10 @@ def shared_width(key: str, default: int = 1) -> Callable[[Config, Arguments], Ma
 UNSCALED = Computed(lambda _, args: {} if args.rope.type in ("linear", "yarn") else {"rope.scaling.type": "none"})
 
 
-def _layer_kinds(stored: StoredKeys) -> dict[str, Any]:
+def layer_kinds(stored: StoredKeys) -> dict[str, Any]:
+    """Dense layers first, then those with experts, as config.json of transformers names them."""
     dense = stored.get("leading_dense_block_count", 0)
     return {"mlp_layer_types": dense * ["dense"] + (stored.values["num_hidden_layers"] - dense) * ["sparse"]}
 
 
-LAYER_KINDS = Computed(config=_layer_kinds)  # in config.json; `Arguments.leading` is read from them
+LAYER_KINDS = Computed(config=layer_kinds)  # in config.json; `Arguments.leading` is read from them

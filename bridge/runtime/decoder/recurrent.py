@@ -189,9 +189,9 @@ class RecurrentBuffers:
             steps.products(f_a, [(layer.second[0], rows.rates)])
             steps.products(g_a, [(layer.second[1], rows.z)])
             for start, x in zip(range(0, c.channels, c.values), rows.inputs, strict=False):
-                place = address(rows.joined) + _FLOAT * start, rows.joined.strides[0], c.values
+                channels = address(rows.joined) + _FLOAT * start, rows.joined.strides[0], c.values
                 steps.program.add(
-                    ops.function("put"), address(x), x.strides[0], *place, items=every_token, shared=several
+                    ops.function("put"), address(x), x.strides[0], *channels, items=every_token, shared=several
                 )
             program = steps.program
         parts = -(-c.channels // ops.CHANNELS_AT_ONCE)

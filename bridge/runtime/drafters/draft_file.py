@@ -64,8 +64,8 @@ class DraftFile:
         )
 
     def _check_vocabulary(self, tokenizer: Tokenizer) -> None:
-        own = self.file.metadata.get("tokenizer.ggml.tokens", ())
-        tokens = list(own) if isinstance(own, list | tuple) else []
+        stored = self.file.metadata.get("tokenizer.ggml.tokens", ())
+        tokens = list(stored) if isinstance(stored, list | tuple) else []
         if tokens == tokenizer.tokens:
             return
         token = common_prefix(tokens, tokenizer.tokens)
@@ -83,12 +83,12 @@ class DraftFile:
 
     def embeddings(self) -> QuantTensor:
         """Its own table of embeddings, or the model's; BridgeError if neither fits."""
-        own = self.file.tensors.get("token_embd.weight", self.target.embedding)
-        if own.shape[1] != self.config.hidden:
+        embeddings = self.file.tensors.get("token_embd.weight", self.target.embedding)
+        if embeddings.shape[1] != self.config.hidden:
             raise self.of_another(
-                f"its states have {self.config.hidden} elements, the model's embeddings {own.shape[1]}"
+                f"its states have {self.config.hidden} elements, the model's embeddings {embeddings.shape[1]}"
             )
-        return own
+        return embeddings
 
     def head(self, tied: bool) -> QuantTensor:
         """Its own output matrix for all of the model's tokens, or the model's; BridgeError if neither fits.
@@ -96,9 +96,9 @@ class DraftFile:
         tied  whether its own embeddings come before the model's
         """
         hidden, vocab = self.config.hidden, self.target.vocab
-        own = self.file.tensors.get("output.weight", self.file.tensors.get("token_embd.weight") if tied else None)
-        if own is not None:
-            return expect(own, vocab, hidden)
+        output = self.file.tensors.get("output.weight", self.file.tensors.get("token_embd.weight") if tied else None)
+        if output is not None:
+            return expect(output, vocab, hidden)
         if self.target.output.shape[1] != hidden:
             raise self.of_another(
                 f"its states have {hidden} elements, the model's head reads {self.target.output.shape[1]}"
