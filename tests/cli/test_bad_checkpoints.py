@@ -169,13 +169,13 @@ def test_an_unknown_method_and_the_known_ones_are_named(model, convert):
     assert "awq" in error
 
 
-def test_an_unknown_architecture_and_the_known_ones_are_named(model, convert):
+def test_an_unknown_architecture_is_named_with_the_page_of_the_known_ones(model, convert):
+    """They are too many for one line of an error; tests/models/test_families.py proves that the page has each."""
     edit_json(model / "config.json", architectures=["GPT9ForCausalLM"], model_type="gpt9")
     error = convert()
     assert "GPT9ForCausalLM" in error
     assert "model-f16.gguf" in error
-    assert "qwen3" in error
-    assert "llama" in error
+    assert "docs/checkpoints.md lists those that are known" in error
 
 
 @pytest.mark.parametrize(

@@ -76,10 +76,9 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 
 @cache
 def _library(folder: Path | None) -> Any:
-    """The library with llama.cpp's functions typed; its log goes to a list instead of the terminal."""
+    """The library with llama.cpp's functions typed."""
     lib = ggml.library() if folder is None else tuned.load(folder).llama
     ggml.declare(lib, _SIGNATURES)
-    lib.llama_log_set(ctypes.cast(_on_log, c_void_p), None)
     lib.llama_backend_init()
     return lib
 
@@ -109,6 +108,8 @@ class LlamaCpp:
         self._lib = lib = _library(libraries)
         self._model = self._context = None
         _log_tail.clear()
+        # to the list instead of the terminal; anew for each model, as the wheel's server takes the log for itself
+        lib.llama_log_set(ctypes.cast(_on_log, c_void_p), None)
         self._model = lib.llama_model_load_from_file(str(path).encode(), lib.llama_model_default_params())
         if not self._model:
             raise RuntimeError(f"llama.cpp cannot load {path}: {_complaint()}")
