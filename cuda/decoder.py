@@ -387,7 +387,8 @@ def token_bytes(c: DecoderConfig, context: int, precision: str) -> int:
     For gate and up f32, as torch's product and as the sum, and for what is made of them; for hidden states, queries,
     keys and values, and what their products read and give; for what is around experts or a state; for the mask.
     """
-    widths = [c.widths(heads)[0] + 2 * heads.kv * heads.dim for heads in map(c.heads_of, c.attending)]
+    sizes = [(c.widths(layer)[0], c.heads_of(layer)) for layer in c.attending]
+    widths = [q + 2 * heads.kv * heads.dim for q, heads in sizes]
     counted = 4 * (6 * c.inner + 4 * (c.hidden + max(widths, default=0)))
     if c.experts:
         counted += routed_experts.token_bytes(c)

@@ -248,8 +248,12 @@ class CudaMachine:
         both = self.rows(q).reshape(self.n, self.config.heads, 2, -1)
         return both[:, :, 0].reshape(self.n, -1), both[:, :, 1].reshape(self.n, -1)
 
-    def gate_heads(self, x: Value, gate: Value) -> None:
-        self._changing(x).mul_(self.rows(gate).sigmoid())
+    def gate_heads(self, x: Value, gate: Value, heads: int) -> None:
+        import torch
+
+        gates = self.rows(gate).unflatten(1, (heads, -1))
+        factors = torch.nn.functional.softplus(gates) if self.config.graph.softplus else gates.sigmoid()
+        self._changing(x).unflatten(1, (heads, -1)).mul_(factors)
 
     def fit_heads(self, x: Value, heads: int, size: int, name: str) -> Any:
         import torch

@@ -98,5 +98,5 @@ class Prompt(CudaMachine):
             index, self._together(q, k, v), self._head_norms(layer), self.weights.vector(layer.sinks)
         )
         c = self.config
-        changes = c.graph.output_gate or c.value_scale != 1 or layer.attn_sub_norm is not None
+        changes = c.graph.output_gate or c.graph.gate_matrix or c.value_scale != 1 or layer.attn_sub_norm is not None
         return result.float() if changes else result

@@ -175,7 +175,7 @@ class Step(CudaMachine):
         if layer.latent_k is not None:
             latent, tokens = self.memory.latent(layer, index), zip(self.rows(q), self.rows(k), self.state, strict=True)
             return self._joined([latent.step(*one, self.dependent) for one in tokens])
-        out = self._vector("attended", self.config.attended(self.config.heads_of(index)))
+        out = self._vector("attended", self.config.attended(index))
         qkv, norms = self._together(q, k, v), self._head_norms(layer)
         self._attention.attend(index, qkv, out, norms, self.weights.vector(layer.sinks))
         return out

@@ -74,7 +74,8 @@ class Graph:
     no_unit_norms: int = 0  # experts of the model that does not normalize them
     values_normed: bool = False  # by no weights; where a layer has no matrix for values they are the keys
     output_gate: bool = False  # results are multiplied by a sigmoid; its rows follow those of each head in q's matrix
-    gate_matrix: bool = False  # they are by that of what a matrix of its own makes, attn_gate
+    gate_matrix: bool = False  # they are by that of what a matrix of its own makes, attn_gate: of each element or head
+    softplus: bool = False  # they are by a softplus of it
     latent: bool = False  # keys and values are made of a latent vector
     still: bool = False  # rotations are by no angle: of latent attention's keys too the part that others rotate
     sinks: bool = False  # each head has a score for no position at all
@@ -166,6 +167,10 @@ ARCHITECTURES = {
     "afmoe": Graph(
         normed=True, post_norm=True, scaled=True, gate_matrix=True, windows=Windows(4), unrotated_every=4, sigmoid=True,
         unnormalized=True, shared_experts=0,
+    ),
+    "laguna": Graph(  # windows in the models whose layers differ in their heads
+        normed=True, gate_matrix=True, softplus=True, windows=Windows(4, scaled=False, last=False), sigmoid=True,
+        unnormalized=True, shared_experts=1,
     ),
     "arcee": Graph(neighbours=True, gated=False, relu2=True),
     "jais2": Graph(layer_norm=True, gated=False, relu2=True),

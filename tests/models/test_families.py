@@ -184,6 +184,11 @@ def test_the_docs_list_every_family_and_tell_where_it_runs() -> None:
             "3 elements of a head are rotated; llama.cpp rotates pairs",
         ),
         ("ling", {"first_k_dense_replace": 1}, "has experts in all layers of this architecture"),
+        (
+            "laguna",
+            {"layer_types": [*2 * ["sliding_attention"], *3 * ["full_attention"]]},
+            "layer 0 has a window, of whose heads 16 elements are rotated, of others 8; llama.cpp then rotates as many",
+        ),
         ("laguna", {"gating": "per-token"}, "gating is 'per-token'; must be per-head or per-element"),
         ("laguna", {"num_attention_heads_per_layer": [4, 5, 6, 6, 4]}, "must be a multiple of 2 key-value heads"),
         (

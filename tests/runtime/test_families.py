@@ -35,6 +35,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "glm4-moe": {"moe_intermediate_size": 32}, "deepseek3": LATENT, "glm4-moe-lite": LATENT,
     "gpt2": {"n_positions": 640}, "llama4": {"intermediate_size": 64}, "gemma4-moe": {"moe_intermediate_size": 32},
     "gemma4": {"hidden_size_per_layer_input": 32},
+    "laguna": {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
     "nemotron-3-super": {
         "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 32, "moe_latent_size": 32,
         "mamba_num_heads": 16, "mamba_head_dim": 4,
@@ -71,6 +72,7 @@ def converted(name: str, folder: Path, type: str = "Q8_0", **fields: Any) -> tup
         ("apertus", "f16"),
         ("llama4", "f32"),
         ("phimoe", "f32"),
+        ("laguna", "f16"),
     ],
 )
 def test_tokens_one_by_one_in_several_contexts_get_what_a_prompt_gives(name: str, kv: str, tmp_path: Path) -> None:
@@ -89,7 +91,7 @@ def test_tokens_one_by_one_in_several_contexts_get_what_a_prompt_gives(name: str
     assert mean_kl(np.array(expected), both) < 1e-7
 
 
-@pytest.mark.parametrize("name", ["gpt-oss", "glm4-moe", "deepseek3", "command-r"])
+@pytest.mark.parametrize("name", ["gpt-oss", "glm4-moe", "deepseek3", "command-r", "laguna"])
 def test_guessed_tokens_are_computed_as_each_alone_is(name: str, tmp_path: Path) -> None:
     """To the last bit: experts, latent keys and values, sinks and windows."""
     decoder = bridge.Model.load(converted(name, tmp_path)[1], context=64)._decoder
@@ -343,7 +345,10 @@ def test_exaone_4_of_64_layers_has_windows_whose_layers_alone_are_rotated(tmp_pa
             {"attention.sliding_window_pattern": [True]},
             "must say of each of . layers whether",
         ),
-        ("gemma4", {"attention.value_length_swa": 8}, "keys of layers with a window, and others for values"),
+        ("gemma4", {"attention.value_length_swa": 8}, "heads of 16 for keys, 8 for values with 16 rotated in layers"),
+        ("laguna", {"rope.dimension_count_swa": 32}, "for values with 32 rotated in layers with a window cannot run"),
+        ("laguna", {"attention.head_count": [4, 6]}, "must be a size for each of 5 layers; convert"),
+        ("laguna", {"attention.head_count": [4, 6, 5, 6, 4]}, "5 heads cannot share 2 key-value heads; convert"),
         ("gemma3n", {"altup.num_inputs": 2}, "2 streams of activations .* must be 4, and the first"),
         ("minicpm", {"residual_scale": None}, "residual_scale is missing; convert"),
         ("jamba", {"ssm.state_size": None}, "ssm.state_size is missing; convert"),

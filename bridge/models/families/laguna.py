@@ -72,13 +72,19 @@ def _metadata(config: Config, args: Arguments) -> dict[str, Any]:
             raise BridgeError(f"{config.path}: {count} elements of a head are rotated; llama.cpp rotates pairs")
         return count
 
+    windows = list(window_layers(config, args.layers, 1)) if config.get("sliding_window") else [False] * args.layers
     keys: dict[str, Any] = {
         "attention.head_count": _heads(config, args), "leading_dense_block_count": args.leading,
         "rope.dimension_count": rotated("full_attention"),
     }  # fmt: skip
     if rope_rules(config).get("sliding_attention"):
         keys |= {"rope.freq_base_swa": local_base(config), "rope.dimension_count_swa": rotated("sliding_attention")}
-    windows = list(window_layers(config, args.layers, 1)) if config.get("sliding_window") else []
+    local, others = rotated("sliding_attention"), rotated("full_attention")
+    if windows[0] and not all(windows) and local != others:
+        raise BridgeError(
+            f"{config.path}: layer 0 has a window, of whose heads {local} elements are rotated, of others {others}; "
+            "llama.cpp then rotates as many in all layers"
+        )
     if any(windows):
         keys["attention.sliding_window"] = config.integer("sliding_window")
         keys["attention.sliding_window_pattern"] = None if windows == _usual(args.layers) else windows

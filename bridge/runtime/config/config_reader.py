@@ -90,21 +90,22 @@ def _read(metadata: Mapping[str, Any], arch: str, path: Path, graph: Graph) -> D
     except BridgeError as problem:
         raise BridgeError(f"{path}: {problem}") from None
     heads = kv_heads = local_kv = head_dim = rotated = 0
+    query_heads: tuple[int, ...] = ()
     if recurrent is None or graph.side_by_side or not all(recurrent.layers):
-        heads = get("attention.head_count", int)
+        heads, query_heads = _each_layers(metadata, arch, "attention.head_count", layers, get, path)
         kv_heads, local_kv = _kv_heads(metadata, arch, heads, windows, path)
         head_dim = get("attention.key_length", int, max(1, hidden // heads))
         rotated = get("rope.dimension_count", int, head_dim)
     if recurrent is not None and recurrent.kind == MAMBA and metadata.get(f"{arch}.rope.scaling.finetuned") is False:
         rotated = 0  # llama.cpp's sign for it
-    if kv_heads and heads % kv_heads:
-        raise BridgeError(f"{path}: {heads} heads cannot share {kv_heads} key-value heads; convert the model again")
+    for layer, count in enumerate(query_heads or (heads,) * layers):
+        own = local_kv if layer < len(windows) and windows[layer] else kv_heads
+        if own and (count < 1 or count % own):
+            raise BridgeError(f"{path}: {count} heads cannot share {own} key-value heads; convert the model again")
     latent = _read_latent(metadata, arch, head_dim, rotated, get, path) if graph.latent else None
-    local_heads = None
-    if f"{arch}.attention.key_length_swa" in metadata:
-        local_heads = _read_local_heads(local_kv, heads, get, path)
-    elif local_kv != kv_heads:
-        local_heads = Heads(local_kv, head_dim, rotated)
+    local_heads = _read_local_heads(Heads(local_kv, head_dim, rotated), get, path) if windows else None
+    if local_heads == Heads(kv_heads, head_dim, rotated):
+        local_heads = None
     usual = head_dim if latent is None else latent.rank
     values = get("attention.value_length", int, usual) if heads and latent is None else usual
     same = values <= usual
@@ -176,7 +177,7 @@ def _read(metadata: Mapping[str, Any], arch: str, path: Path, graph: Graph) -> D
         score_cap=get("attn_logit_softcapping", float, graph.score_cap) if graph.score_cap else 0.0,
         logit_cap=get("final_logit_softcapping", float, graph.logit_cap) if caps_logits else 0.0, window=window,
         value_dim=0 if values == usual else values, value_scale=get("attention.value_scale", float, 1.0),
-        windows=windows, local_heads=local_heads,
+        windows=windows, query_heads=query_heads, local_heads=local_heads,
         shared_kv=_read_shared(metadata, arch, windows or (False,) * layers, path), local_base=local_base,
         temperature=temperature, temperature_length=length or original, temperature_offset=offset,
         each_input=int(metadata.get(f"{arch}.embedding_length_per_layer_input", 0)),
@@ -212,15 +213,17 @@ def _read_latent(
     return latent
 
 
-def _read_local_heads(kv_heads: int, heads: int, get: Callable[..., Any], path: Path) -> Heads:
-    """Those of layers with a window, where they have sizes of their own."""
-    dim = get("attention.key_length_swa", int)
-    if get("attention.value_length_swa", int, dim) != dim or heads % kv_heads:
+def _read_local_heads(heads: Heads, get: Callable[..., Any], path: Path) -> Heads:
+    """Those of layers with a window, which have the sizes of the others unless keys say otherwise."""
+    dim = get("attention.key_length_swa", int, heads.dim)
+    rotated = get("rope.dimension_count_swa", int, heads.rotated if dim == heads.dim else dim)
+    values = get("attention.value_length_swa", int, dim)
+    if values != dim or rotated % 2 or rotated > dim:
         raise BridgeError(
-            f"{path}: {kv_heads} heads of {dim} elements for keys of layers with a window, and others for values or "
-            f"{heads} of queries cannot run here; convert the model again"
+            f"{path}: heads of {dim} for keys, {values} for values with {rotated} rotated in layers with a window "
+            "cannot run here; convert the model again"
         )
-    return Heads(kv_heads, dim, get("rope.dimension_count_swa", int, dim))
+    return Heads(heads.kv, dim, rotated)
 
 
 def _inner_sizes(
@@ -230,13 +233,20 @@ def _inner_sizes(
     value = metadata.get(f"{arch}.feed_forward_length")
     if value == 0 and graph.alone:
         return 0, ()
+    return _each_layers(metadata, arch, "feed_forward_length", layers, get, path)
+
+
+def _each_layers(
+    metadata: Mapping[str, Any], arch: str, key: str, layers: int, get: Callable[..., Any], path: Path
+) -> tuple[int, tuple[int, ...]]:
+    """The largest of a key's numbers, and those of each layer where they differ."""
+    value = metadata.get(f"{arch}.{key}")
     if not isinstance(value, list):
-        return get("feed_forward_length", int), ()
+        return get(key, int), ()
     sizes = tuple(int(size) for size in value[:layers])
     if len(sizes) < layers or min(sizes) < 0 or max(sizes) < 1:
         raise BridgeError(
-            f"{path}: {arch}.feed_forward_length is {value!r}; must be a size for each of {layers} layers; convert the "
-            "model again"
+            f"{path}: {arch}.{key} is {value!r}; must be a size for each of {layers} layers; convert the model again"
         )
     return max(sizes), sizes if len({*sizes}) > 1 else ()
 

@@ -28,7 +28,7 @@ class Routing:
 
 
 class Heads(NamedTuple):
-    """The heads of a layer's attention: how many, and their sizes."""
+    """The heads of a layer's attention: how many have keys of their own, and their sizes."""
 
     kv: int  # heads of keys and of values
     dim: int  # elements of a head
@@ -57,7 +57,7 @@ class DecoderConfig:
     layers: int
     hidden: int
     inner: int  # of layers without experts, the largest
-    heads: int
+    heads: int  # of queries, the most in a layer
     kv_heads: int
     head_dim: int
     rotated: int  # elements of a head that are rotated, the first ones
@@ -87,6 +87,7 @@ class DecoderConfig:
     window: int = 0  # tokens that the layers with a window attend to
     local_base: float = 10000.0  # of their rotary embedding
     windows: tuple[bool, ...] = ()  # whether a layer has a window; none has one: ()
+    query_heads: tuple[int, ...] = ()  # of each layer, if not all are alike
     local_heads: Heads | None = None  # of the layers with a window, if they differ
     shared_kv: int = 0  # the last layers, which use the keys and values of earlier ones
     temperature: float = 0.0  # scores are multiplied by 1 + this ln(1 + (position + offset) // length)
@@ -151,15 +152,20 @@ class DecoderConfig:
             heads = self.local_heads
         return heads if self.rotates(layer) else heads._replace(rotated=0)
 
-    def widths(self, heads: Heads) -> tuple[int, int]:
-        """Elements of all heads' queries, as the matrix makes them, and of all heads' results."""
-        if self.latent is not None:
-            return self.heads * (self.latent.plain + heads.rotated), self.heads * self.latent.value
-        return self.heads * heads.dim, self.heads * (self.value_dim or heads.dim)
+    def query_heads_of(self, layer: int) -> int:
+        """How many heads of queries a layer's attention has."""
+        return self.query_heads[layer] if self.query_heads else self.heads
 
-    def attended(self, heads: Heads) -> int:
+    def widths(self, layer: int) -> tuple[int, int]:
+        """Elements of all heads' queries, as the matrix makes them, and of all heads' results."""
+        count, heads = self.query_heads_of(layer), self.heads_of(layer)
+        if self.latent is not None:
+            return count * (self.latent.plain + heads.rotated), count * self.latent.value
+        return count * heads.dim, count * (self.value_dim or heads.dim)
+
+    def attended(self, layer: int) -> int:
         """Elements of all heads' results as attention makes them, where values are as wide as keys."""
-        return self.heads * (heads.dim if self.latent is None else self.latent.value)
+        return self.query_heads_of(layer) * (self.heads_of(layer).dim if self.latent is None else self.latent.value)
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer's network is a mixture of experts."""

@@ -34,12 +34,13 @@ _TURNED = "q", "k", "v"  # whose biases attention adds
 
 class Attend(NamedTuple):
     """The calls of attend and of merge in a program of a step, for `begin` to adapt; `spread`: items of attend for a
-    span."""
+    span; `heads`: of all contexts, items of merge."""
 
     program: Program
     attend: int
     merge: int
     spread: int
+    heads: int
 
 
 class CpuMachine:
@@ -131,11 +132,10 @@ class CpuMachine:
         spans = -(-(int(self.starts.max()) + 1) // attn.SPAN) if self.one_token_each else 1
         if spans != self.spans[0]:
             self.spans[0] = spans
-            heads = self._parts.shape[0] * self._parts.shape[1]
-            shared = heads * spans * self._parts.shape[3] > MIN_VALUES_TO_SHARE
             for call in self._attending:
+                shared = call.heads * spans * self._parts.shape[3] > MIN_VALUES_TO_SHARE
                 call.program.resize(call.attend, call.spread * spans, True)
-                call.program.resize(call.merge, heads if spans > 1 else 0, shared)
+                call.program.resize(call.merge, call.heads if spans > 1 else 0, shared)
 
     def look_up_tokens(self) -> None:
         """What the first layer reads, into `x`."""
@@ -234,18 +234,17 @@ class CpuMachine:
 
     def split_gate(self, q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         queries = self._buffer("queries", q.shape[1] // 2)
-        self._for_each(ops.function("split_gate"), address(q), address(queries), *self._head_sizes(queries))
+        sizes = self.config.heads, queries.shape[1] // self.config.heads
+        self._for_each(ops.function("split_gate"), address(q), address(queries), *sizes)
         return queries, q
 
-    def gate_heads(self, x: np.ndarray, gate: np.ndarray) -> None:
-        heads, head_dim = self._head_sizes(x)
-        apart = gate.shape[1] // heads
-        # of `split_gate` each head's gate follows its q
-        first = address(gate) + 4 * (apart - head_dim)
-        self._for_each(ops.function("gate_heads"), first, address(x), heads, head_dim, apart)
-
-    def _head_sizes(self, x: np.ndarray) -> tuple[int, int]:
-        return self.config.heads, x.shape[1] // self.config.heads
+    def gate_heads(self, x: np.ndarray, gate: np.ndarray, heads: int) -> None:
+        head_dim, apart = x.shape[1] // heads, gate.shape[1] // heads
+        each = min(apart, head_dim)  # gates of a head: one, or one for each element
+        # of `split_gate` each head's gates follow its q
+        first = address(gate) + 4 * (apart - each)
+        name = "softplus_heads" if self.config.graph.softplus else "gate_heads"
+        self._for_each(ops.function(name), first, address(x), heads, head_dim, apart, each)
 
     def fit_heads(self, x: np.ndarray, heads: int, size: int, name: str) -> np.ndarray:
         out = self._buffer(name, heads * size)
@@ -254,8 +253,8 @@ class CpuMachine:
 
     def attend(self, layer: Layer, index: int, q: np.ndarray, k: np.ndarray | None, v: np.ndarray | None) -> np.ndarray:
         c, count, kind = self.config, len(self.caches), self.caches[0].kind
-        heads = c.heads_of(index)
-        attended = self._buffer("attended", c.attended(heads))
+        heads, query_heads = c.heads_of(index), c.query_heads_of(index)
+        attended = self._buffer("attended", c.attended(index))
         queries, results = q, attended
         module: Any = attn
         if c.latent is not None:
@@ -274,14 +273,14 @@ class CpuMachine:
         spans, most = int(self.spans[0]), self._parts.shape[2]
 
         def spread(tokens: int) -> int:
-            return -(-tokens // count * (c.heads // heads.kv) // attn.ROWS) * heads.kv * count
+            return -(-tokens // count * (query_heads // heads.kv) // attn.ROWS) * heads.kv * count
 
         arguments = block, count, address(self.spans), address(self._parts), address(self._sums), most
         items = spread(self.n) * spans if self.one_token_each else spread
         attend = self._add(module.function("attend", kind), *arguments, items=items, shared=True)
         merge = partial(attn.function, "merge", kind)  # short contexts do not wait until it is compiled
-        merging = self._add(merge, *arguments, items=count * c.heads * (spans > 1))
-        self._attending.append(Attend(self._now, attend, merging, spread(self.n)))
+        merging = self._add(merge, *arguments, items=count * query_heads * (spans > 1))
+        self._attending.append(Attend(self._now, attend, merging, spread(self.n), count * query_heads))
         if layer.latent_v is not None:
             self._multiply_heads(layer.latent_v, results, attended)
         return attended
@@ -312,10 +311,10 @@ class CpuMachine:
         }  # fmt: skip
         rows = {attn.Q: q, attn.K: k, attn.V: v, attn.OUT: out, attn.START: self.starts}
         numbers = {
-            attn.HEADS: c.heads, attn.KV_HEADS: heads.kv, attn.HEAD_DIM: heads.dim, attn.ROTATED: heads.rotated,
-            attn.NEIGHBOURS: int(c.graph.neighbours), attn.NORM_LAST: int(c.graph.norms_rotated),
-            attn.TOKENS: 1 if self.one_token_each else self.count, attn.EPS: bits(c.norm_eps),
-            attn.SCALE: bits(c.attention_scale), attn.CAP: bits(c.score_cap),
+            attn.HEADS: c.query_heads_of(index), attn.KV_HEADS: heads.kv, attn.HEAD_DIM: heads.dim,
+            attn.ROTATED: heads.rotated, attn.NEIGHBOURS: int(c.graph.neighbours),
+            attn.NORM_LAST: int(c.graph.norms_rotated), attn.TOKENS: 1 if self.one_token_each else self.count,
+            attn.EPS: bits(c.norm_eps), attn.SCALE: bits(c.attention_scale), attn.CAP: bits(c.score_cap),
             attn.CHUNK if c.graph.chunked else attn.WINDOW: window, attn.AHEAD: ahead,
         }  # fmt: skip
         for word, number in numbers.items():

@@ -66,8 +66,8 @@ class Machine(Protocol):
         Heads are normalized where the layer's norm is as wide as one. Without k the keys of another layer are read.
         """
 
-    def gate_heads(self, x: Value, gate: Value) -> None:
-        """x *= sigmoid of gates: those of `split_gate`, or as many values as x has."""
+    def gate_heads(self, x: Value, gate: Value, heads: int) -> None:
+        """x *= sigmoid or softplus of gates: those of `split_gate`, as many values as x has, or one for each head."""
 
     def recur(self, layer: Recurrent, index: int, x: Value) -> Value:
         """What a layer with a state makes of x before its output matrix; the state changes."""

@@ -126,8 +126,9 @@ class NumpyMachine:
         both = q.reshape(len(q), self.config.heads, 2, -1)
         return both[:, :, 0].reshape(len(q), -1), both[:, :, 1].reshape(len(q), -1)
 
-    def gate_heads(self, x: np.ndarray, gate: np.ndarray) -> None:
-        x *= _sigmoid(gate)
+    def gate_heads(self, x: np.ndarray, gate: np.ndarray, heads: int) -> None:
+        factors = np.logaddexp(0, gate) if self.config.graph.softplus else _sigmoid(gate)
+        x[:] = (x.reshape(len(x), heads, -1) * factors.reshape(len(x), heads, -1)).reshape(x.shape)
 
     def fit_heads(self, x: np.ndarray, heads: int, size: int, name: str) -> np.ndarray:
         each = x.reshape(len(x), heads, -1)
@@ -137,7 +138,7 @@ class NumpyMachine:
 
     def attend(self, layer: Layer, index: int, q: np.ndarray, k: np.ndarray | None, v: np.ndarray | None) -> np.ndarray:
         c, heads, n = self.config, self.config.heads_of(index), len(q)
-        queries = q.reshape(n, c.heads, -1)
+        queries = q.reshape(n, c.query_heads_of(index), -1)
         if c.latent is not None and layer.latent_k is not None and k is not None:
             queries = self._turned(queries, None, index, c.latent.plain)
             plain, turned = queries[:, :, : c.latent.plain], queries[:, :, c.latent.plain :]
@@ -176,7 +177,8 @@ class NumpyMachine:
     ) -> np.ndarray:
         """softmax(scale q k^T) v, [n, heads, size of a value]."""
         c, positions = self.config, self._positions
-        share = c.heads // keys.shape[1]
+        count = queries.shape[1]
+        share = count // keys.shape[1]
         scores = np.float32(c.attention_scale) * np.einsum("nhd,phd->nhp", queries, np.repeat(keys, share, 1))
         temperatures = c.temperatures(positions[-1] + 1) if c.tempered(index) else None
         if temperatures is not None:
@@ -192,7 +194,7 @@ class NumpyMachine:
             first = positions // window * window
         seen = (places <= positions[:, None] + ahead) & (places >= first[:, None])
         scores = np.where(seen[:, None], scores, -np.inf)
-        sinks = np.full(c.heads, -np.inf) if layer.sinks is None else layer.sinks
+        sinks = np.full(count, -np.inf) if layer.sinks is None else layer.sinks
         top = np.maximum(scores.max(2), sinks)
         shares = np.exp(scores - top[:, :, None])
         total = shares.sum(2) + np.exp(sinks - top)

@@ -112,10 +112,10 @@ def _attend(m: Machine, x: Value, layer: Layer, index: int, c: DecoderConfig) ->
         v = m.fit_heads(v, c.heads_of(index).kv, c.head_dim, "values")
     attended = m.attend(layer, index, q, k, v)
     if c.value_dim:
-        attended = m.fit_heads(attended, c.heads, c.value_dim, "results")
+        attended = m.fit_heads(attended, c.query_heads_of(index), c.value_dim, "results")
     m.scale(attended, c.value_scale)
     if gate is not None:
-        m.gate_heads(attended, gate)
+        m.gate_heads(attended, gate, c.query_heads_of(index))
     return m.normalize(attended, layer.attn_sub_norm)
 
 

@@ -79,8 +79,9 @@ class LayerReader:
 
     def _sinks(self) -> np.ndarray:
         """float32 [heads]; a score of minus infinity, which takes no share, where layers may have no sinks."""
-        sinks = self._vector("attn_sinks.weight", self.config.heads, not self.config.graph.some_sinks)
-        return np.full(self.config.heads, -np.inf, np.float32) if sinks is None else sinks
+        heads = self.config.query_heads_of(self.index)
+        sinks = self._vector("attn_sinks.weight", heads, not self.config.graph.some_sinks)
+        return np.full(heads, -np.inf, np.float32) if sinks is None else sinks
 
     def _mixing(self) -> dict[str, Any]:
         """Attention, or what takes its place, with its output matrix."""
@@ -89,7 +90,7 @@ class LayerReader:
         if c.recurrent is not None and c.recurrent.layers[self.index]:
             parts["recurrent"] = self._recurrent(c.recurrent)
         if self.index in c.attending:
-            _, attended = c.widths(c.heads_of(self.index))
+            _, attended = c.widths(self.index)
             parts["o"] = self._matrix("attn_output", c.hidden, attended)
             parts |= self._attention() if c.latent is None else self._latent(c.latent)
         return parts
@@ -153,8 +154,8 @@ class LayerReader:
         return {"beside": Beside(network, before, after, np.ones(c.hidden, np.float32))}
 
     def _attention(self) -> dict[str, Any]:
-        c, heads = self.config, self.config.heads_of(self.index)
-        q, kv = c.heads * heads.dim, heads.kv * heads.dim
+        c, heads, count = self.config, self.config.heads_of(self.index), self.config.query_heads_of(self.index)
+        q, kv = count * heads.dim, heads.kv * heads.dim
         parts: dict[str, Any] = {}
         rows = q + kv + heads.kv * (c.value_dim or heads.dim)
         ends = dict(zip("qkv", ((0, q), (q, q + kv), (q + kv, rows)), strict=True))
@@ -180,7 +181,8 @@ class LayerReader:
                 "here; llama.cpp can run it"
             )
         if c.graph.gate_matrix:
-            parts["head_gate"] = self._matrix("attn_gate", q, c.hidden)
+            by_head = self.file[self._name("attn_gate.weight")].shape[0] == count
+            parts["head_gate"] = self._matrix("attn_gate", count if by_head else q, c.hidden)
         for name in {*ends} - {"v"}:
             first, stop = ends[name]
             size = stop - first if c.graph.normed_together else heads.dim
@@ -192,7 +194,7 @@ class LayerReader:
     def _latent(self, latent: Latent) -> dict[str, Any]:
         c, rank = self.config, latent.query_rank
         parts = {
-            "q": self._matrix("attn_q_b" if rank else "attn_q", c.widths(c.heads_of(self.index))[0], rank or c.hidden),
+            "q": self._matrix("attn_q_b" if rank else "attn_q", c.widths(self.index)[0], rank or c.hidden),
             "k": self._matrix("attn_kv_a_mqa", c.head_dim, c.hidden),
             "k_norm": self._vector("attn_kv_a_norm.weight", latent.rank, True),
             "latent_k": self._floats("attn_k_b.weight", c.heads, latent.rank, latent.plain),

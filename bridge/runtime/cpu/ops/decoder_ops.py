@@ -234,13 +234,30 @@ def _split_gate(both, q, heads, head_dim, _0, _1, _2, first, last):
             y[i] = source[i]
 
 
-def _gate_heads(gates, x, heads, head_dim, apart, _1, _2, first, last):
-    """x [tokens, heads, head_dim] *= sigmoid of the gates, those of a head `apart` elements after the last one's."""
+@inner
+def sigmoid_times(gate, x):
+    return x / (np.float32(1.0) + exp(-gate))
+
+
+@inner
+def softplus_times(gate, x):
+    """ln(1 + e^gate) x."""
+    return x * np.float32(max(gate, np.float32(0.0)) + np.log1p(np.exp(-abs(np.float64(gate)))))
+
+
+def _gate_heads(gates, x, heads, head_dim, apart, each, _0, first, last):
+    """x [tokens, heads, head_dim] = activate(gates, x): `each` of a head, one or head_dim, `apart` elements after the
+    first of the head before."""
     for head in range(first * heads, last * heads):
-        gate = floats(gates + 4 * apart * head, head_dim)
+        gate = floats(gates + 4 * apart * head, each)
         y = floats(x + 4 * head_dim * head, head_dim)
-        for i in range(head_dim):
-            y[i] /= np.float32(1.0) + exp(-gate[i])
+        if each == 1:
+            factor = activate(gate[0], np.float32(1.0))
+            for i in range(head_dim):
+                y[i] *= factor
+        else:
+            for i in range(head_dim):
+                y[i] = activate(gate[i], y[i])
 
 
 def _fit_heads(x, y, heads, size, fitted, _0, _1, first, last):
@@ -255,12 +272,13 @@ def _fit_heads(x, y, heads, size, fitted, _0, _1, first, last):
 FUNCTIONS: dict[str, Any] = {
     "norm": _norm, "layer_norm": _layer_norm, "swiglu": _gated, "geglu": _gated, "gelu": _ungated, "reglu2": _gated,
     "relu2": _ungated, "clamped": _gated, "xielu": _xielu, "sparsify": _sparsify, "scale": _scale, "add": _add,
-    "add_rows": _add_rows, "split_gate": _split_gate, "gate_heads": _gate_heads, "fit_heads": _fit_heads,
-    "erf_gated": _gated, "erf": _ungated,
+    "add_rows": _add_rows, "split_gate": _split_gate, "gate_heads": _gate_heads, "softplus_heads": _gate_heads,
+    "fit_heads": _fit_heads, "erf_gated": _gated, "erf": _ungated,
 }  # fmt: skip
 _ACTIVATIONS = {
     "swiglu": silu_times, "geglu": gelu_times, "gelu": gelu_times, "reglu2": relu2_times, "relu2": relu2_times,
-    "clamped": clamp, "erf_gated": erf_times, "erf": erf_times,
+    "clamped": clamp, "erf_gated": erf_times, "erf": erf_times, "gate_heads": sigmoid_times,
+    "softplus_heads": softplus_times,
 }  # fmt: skip
 _OF_GATES = {"silu": "swiglu", "gelu": "geglu", "erf": "erf_gated", "relu2": "reglu2"}
 
