@@ -37,11 +37,12 @@ class Later:
 
 
 class Sum(Later):
-    """A product of one matrix with an operand; `post` f32 [rows]: its result is normalized by that."""
+    """A product of one matrix with an operand; `post` f32 [rows]: its result is normalized by that, with `post_eps`."""
 
     def __init__(self, stack: Stack, x: Any, name: str):
         self.stack, self.x, self.name = stack, x, name
         self.post: Any = None
+        self.post_eps = 0.0
 
 
 class Activation(Later):
@@ -114,7 +115,7 @@ class CudaMachine:
         elif x.values is None and isinstance(x, Sum):
             x.values = self._multiply(x.stack, x.x, x.name)
             if x.post is not None:
-                x.values.copy_(self._each(lambda rows: rms(rows, x.post, self.config.norm_eps), x.values))
+                x.values.copy_(self._each(lambda rows: rms(rows, x.post, x.post_eps), x.values))
         return x.values
 
     def rows(self, x: Value) -> Any:
@@ -195,15 +196,16 @@ class CudaMachine:
             self.values(normalized)
         return normalized
 
-    def normalize(self, x: Value, weight: np.ndarray | None, name: str = "") -> Any:
+    def normalize(self, x: Value, weight: np.ndarray | None, name: str = "", eps: float = 0.0) -> Any:
         if weight is None:
             return x
+        eps = eps or self.config.norm_eps
         if isinstance(x, Sum) and x is self._waiting:
-            x.post = self.weights.vector(weight)
+            x.post, x.post_eps = self.weights.vector(weight), eps
             return x
         rows = self.rows(x) if name else self._changing(x)
         parts = rows.reshape(self.n, -1, weight.size)
-        parts = self._each(lambda part: rms(part, self.weights.vector(weight), self.config.norm_eps), parts)
+        parts = self._each(lambda part: rms(part, self.weights.vector(weight), eps), parts)
         return parts.reshape(rows.shape) if name else rows.copy_(parts.reshape(rows.shape))
 
     def add(self, x: Value, y: Value) -> None:

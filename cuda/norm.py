@@ -50,7 +50,7 @@ def _block_sum(value, part):
     return total
 
 
-def _norm(x, added, post, weight, bias, y, records, eps, share):
+def _norm(x, added, post, weight, bias, y, records, eps, post_eps, share):
     if DEPENDENT:
         launch_dependents()
         launches_wait()
@@ -67,7 +67,7 @@ def _norm(x, added, post, weight, bias, y, records, eps, share):
                 i = r * BLOCK + thread
                 if i < HIDDEN:
                     squares += added[row + i] * added[row + i]
-            share /= math.sqrt(block_sum(squares, part) / float32(HIDDEN) + eps)
+            share /= math.sqrt(block_sum(squares, part) / float32(HIDDEN) + post_eps)
         for r in unroll(ROUNDS):
             i = r * BLOCK + thread
             if i < HIDDEN:
@@ -118,7 +118,8 @@ def norm_kernel(
     hidden: int, exact: bool, dependent: bool = False, added: str = "", centered: bool = False, weighted: bool = True,
     biased: bool = False,
 ) -> Kernel:  # fmt: skip
-    """norm(x, added, post, weight, bias, y, records, eps, share): x f32 [n * hidden], changed -> y and its records.
+    """norm(x, added, post, weight, bias, y, records, eps, post_eps, share): x f32 [n * hidden], changed -> y and its
+    records.
 
     added  "": nothing is added to x; "as it is": share * added is, or "normed": share * rms(added) * post
 
@@ -134,24 +135,24 @@ def norm_kernel(
         put=store_exact if exact else store,
     )  # fmt: skip
     arrays = ", ".join(["float32[::1]"] * 6)
-    return Kernel(function, f"void({arrays}, uint8[::1], float32, float32)", dependent=dependent)
+    return Kernel(function, f"void({arrays}, uint8[::1], float32, float32, float32)", dependent=dependent)
 
 
 def norm(
     x: Any, y: Any, records: Records, eps: float, weight: Any, bias: Any = None, added: Any = None, post: Any = None,
-    share: float = 1.0, centered: bool = False, dependent: bool = False,
+    post_eps: float = 0.0, share: float = 1.0, centered: bool = False, dependent: bool = False,
 ) -> None:  # fmt: skip
     """Queue y = x / sqrt(mean(x^2) + eps) * weight + bias with records, after x += share * added.
 
     x, y and what is added are f32 [n, hidden] of torch, the others [hidden]. Without a weight y is x; with `post`, what
-    is added is normalized too; `centered`: means are subtracted first, of x alone.
+    is added is normalized too, with `post_eps`; `centered`: means are subtracted first, of x alone.
     """
     (n, hidden), device = x.shape, records.device
     how = "" if added is None else "as it is" if post is None else "normed"
     kernel = norm_kernel(hidden, records.exact, dependent, how, centered, weight is not None, bias is not None)
     given = x, added, post, weight, bias, y
     arrays = [device.placeholder() if array is None else view(array).reshape(-1) for array in given]
-    numbers = np.float32(eps), np.float32(share)
+    numbers = np.float32(eps), np.float32(post_eps), np.float32(share)
     kernel.launch(n, norm_threads(hidden), device.stream(), *arrays, records.buffer, *numbers)
 
 

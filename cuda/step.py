@@ -147,20 +147,21 @@ class Step(CudaMachine):
         return plain and self._only_adds(x.added) and x.added.stack.records
 
     def _normalize(self, x: Normalized) -> Any:
-        c, added, post = self.config, x.added, None
+        c, added, post, post_eps = self.config, x.added, None, 0.0
         x.added = None
         if self._only_adds(added):
             self._multiply(added.stack, added.x, "", onto=x.x)
             added = None
         elif isinstance(added, Sum) and added.values is None:
-            added, post = self._multiply(added.stack, added.x, added.name), added.post
+            post, post_eps = added.post, added.post_eps
+            added = self._multiply(added.stack, added.x, added.name)
         elif added is not None:
             added = self.rows(added)
         out = self._vector("normed", c.hidden)
         out.recorded = True
         norm(
             x.x, out.floats, out.records, c.norm_eps, x.weight, x.bias, None if added is None else added.contiguous(),
-            post, c.residual_scale, c.graph.layer_norm, self.dependent,
+            post, post_eps, c.residual_scale, c.graph.layer_norm, self.dependent,
         )  # fmt: skip
         return out
 

@@ -94,12 +94,14 @@ class Graph:
     # norms
     pre_norm: bool = True  # attention and network read the normalized state, not the state as it is
     post_norm: bool = False  # what they add is normalized too
+    post_norm_eps: float = 0.0  # by norms with this eps; 0: the others'
     sub_norm: bool = False  # so is what their output matrices multiply
     late_norm: bool = False  # the norm before the network is stored as that after attention
     layer_norm: bool = False  # norms subtract the mean, and may have biases
     rms_by_key: bool = False  # they do not where attention.layer_norm_rms_epsilon is there
     renormed: bool = False  # what is added is normalized with the state, which goes on so: there is no norm before
     embedding_norm: bool = False  # embeddings are normalized
+    unit_embedding_norm: bool = False  # they are so by no weights
     output_norm: str = "output_norm"  # the name of the last norm
 
     # networks
@@ -194,6 +196,10 @@ ARCHITECTURES = {
     "gemma3n": Graph(
         normed=True, post_norm=True, gelu=True, scaled=True, values_normed=True, unscaled=True, streams=True,
         windows=Windows(5, tokens=None, base=10000.0, scaled=False),
+    ),
+    "muse-glimmer": Graph(
+        neighbours=True, normed=True, post_norm=True, post_norm_eps=1e-8, unit_embedding_norm=True, gate_matrix=True,
+        windows=Windows(4, tokens=None, scaled=False, alone_rotated=True), logits_times=True, logit_cap=30.0,
     ),
     "gpt-oss": Graph(late_norm=True, clamped=True, windows=Windows(2, tokens=None), sinks=True),
     # normed in GLM-4.5 and later large ones, not in Air

@@ -261,11 +261,11 @@ def test_norm_adds_first_may_subtract_the_mean_and_has_a_bias(added: str, center
     x, delta = rng.normal(1, 2, (2, 2, 1088)).astype(np.float32)
     post, weight, bias = (rng.normal(1, 2, 1088).astype(np.float32) for _ in range(3))
     y, records, state = np.full_like(x, np.nan), Records(1088, 2, precision="f32"), x.astype(np.float64)
-    size = np.sqrt((delta.astype(np.float64) ** 2).mean(1, keepdims=True) + EPS)
+    size = np.sqrt((delta.astype(np.float64) ** 2).mean(1, keepdims=True) + 2.5)
     state += 0.25 * (delta if added == "as it is" else delta / size * post)
     norm(
         x, y, records, EPS, weight if weighted else None, bias if weighted else None, delta,
-        post if added == "normed" else None, 0.25, centered,
+        post if added == "normed" else None, 2.5, 0.25, centered,
     )  # fmt: skip
     np.testing.assert_allclose(x, state, rtol=1e-5, atol=1e-5)
     expected = state

@@ -39,7 +39,7 @@ gpu = device.require("cuda")
 seen |= {"name": gpu.name, "capability": gpu.capability, "multiprocessors": gpu.multiprocessors}
 kernel = norm.norm_kernel(512, False, True)
 x, weight, out = (torch.zeros(512) for _ in range(3))
-records, eps = torch.zeros(6000, dtype=torch.uint8), np.float32(1e-5)
+records, numbers = torch.zeros(6000, dtype=torch.uint8), 3 * [np.float32(1e-5)]
 seen["addresses"] = [array.data_ptr() for array in (x, weight, out, records)]
 
 def refused(call):
@@ -56,14 +56,14 @@ def elsewhere():
 
 with gpu.active():
     seen["stream"] = stream = int(checked(driver.cuStreamCreate(1)))
-    kernel.launch(3, (512, 1, 1), 0, x, x, x, weight, weight, out, records, eps, eps)
-    bound = kernel.bind(1, 512, stream, x, x, x, weight, weight, out, records, eps, eps)
+    kernel.launch(3, (512, 1, 1), 0, x, x, x, weight, weight, out, records, *numbers)
+    bound = kernel.bind(1, 512, stream, x, x, x, weight, weight, out, records, *numbers)
     bound(stream, (5, 0xBEEF00))
     thread = threading.Thread(target=elsewhere)
     thread.start()
     thread.join()
-    seen["large block"] = refused(lambda: kernel.launch(1, 2048, 0, x, x, x, weight, weight, out, records, eps, eps))
-    seen["no stream"] = refused(lambda: kernel.launch(1, 512, 0x77, x, x, x, weight, weight, out, records, eps, eps))
+    seen["large block"] = refused(lambda: kernel.launch(1, 2048, 0, x, x, x, weight, weight, out, records, *numbers))
+    seen["no stream"] = refused(lambda: kernel.launch(1, 512, 0x77, x, x, x, weight, weight, out, records, *numbers))
 
     before = driver.cuMemGetInfo()[1]
     memory = checked(driver.cuMemAlloc(3 << 20))
@@ -75,7 +75,7 @@ with gpu.active():
     seen["capturing"] = device.capturing(stream)
     bound(stream)
     checked(driver.cuMemcpyDtoHAsync(copy, memory, 16, handle))
-    seen["not loaded"] = refused(lambda: other.launch(1, 256, stream, x, x, x, weight, weight, out, records, eps, eps))
+    seen["not loaded"] = refused(lambda: other.launch(1, 256, stream, x, x, x, weight, weight, out, records, *numbers))
     seen["allocation"] = driver.cuMemAlloc(1 << 20)[0].name
     graph = checked(driver.cuStreamEndCapture(handle))
     seen["captured"] = copy.tolist()
@@ -137,9 +137,9 @@ def test_a_launch_arrives_with_its_grid_its_stream_its_attribute_and_its_argumen
     assert "norm" in first.name
     assert (first.grid, first.block, first.stream) == ([3, 1, 1], [512, 1, 1], 0)
     assert first.attributes == [f"{_SERIALIZATION}=1"]
-    assert first.arguments == [x, x, x, weight, weight, out, records, eps, eps]
+    assert first.arguments == [x, x, x, weight, weight, out, records, eps, eps, eps]
     assert (bound.grid, bound.block, bound.stream) == ([1, 1, 1], [512, 1, 1], seen["stream"])
-    assert bound.arguments == [x, x, x, weight, weight, 0xBEEF00, records, eps, eps]
+    assert bound.arguments == [x, x, x, weight, weight, 0xBEEF00, records, eps, eps, eps]
     assert (from_thread.stream, from_thread.arguments) == (seen["stream"], first.arguments)
 
 

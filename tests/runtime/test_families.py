@@ -73,6 +73,7 @@ def converted(name: str, folder: Path, type: str = "Q8_0", **fields: Any) -> tup
         ("llama4", "f32"),
         ("phimoe", "f32"),
         ("laguna", "f16"),
+        ("muse-glimmer", "f32"),
     ],
 )
 def test_tokens_one_by_one_in_several_contexts_get_what_a_prompt_gives(name: str, kv: str, tmp_path: Path) -> None:

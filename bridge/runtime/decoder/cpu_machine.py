@@ -209,11 +209,14 @@ class CpuMachine:
             self._for_each(ops.function("norm"), *first, address(out), x.shape[1], eps, share)
         return out
 
-    def normalize(self, x: np.ndarray, weight: np.ndarray | None, name: str = "") -> np.ndarray:
+    def normalize(
+        self, x: np.ndarray, weight: np.ndarray | None, name: str = "", eps: float = 0.0
+    ) -> np.ndarray:  # fmt: skip
         if weight is None:
             return x
         out = self._buffer(name, x.shape[1]) if name else x
-        arguments = address(x), 0, address(weight), address(out), weight.size, bits(self.config.norm_eps), bits(1.0)
+        numbers = bits(eps or self.config.norm_eps), bits(1.0)
+        arguments = address(x), 0, address(weight), address(out), weight.size, *numbers
         parts = x.shape[1] // weight.size
         shared = x.size > MIN_VALUES_TO_SHARE
         self._add(ops.function("norm"), *arguments, items=lambda tokens: parts * tokens, shared=shared)

@@ -42,10 +42,10 @@ class Machine(Protocol):
     ) -> Value:
         """x += residual scale * added; then x normalized, as the model's norms are; as it is without a weight."""
 
-    def normalize(self, x: Value, weight: np.ndarray | None, name: str = "") -> Value:
+    def normalize(self, x: Value, weight: np.ndarray | None, name: str = "", eps: float = 0.0) -> Value:
         """x / rms(x) * weight of each part of x that is as wide as the weight, in place or as another value.
 
-        x itself without a weight.
+        x itself without a weight. `eps`: 0 for the model's.
         """
 
     def add(self, x: Value, y: Value) -> None:

@@ -104,10 +104,12 @@ class NumpyMachine:
             return rms(x - x.mean(1, keepdims=True), weight, self.config.norm_eps) + (0 if bias is None else bias)
         return rms(x, weight, self.config.norm_eps)
 
-    def normalize(self, x: np.ndarray, weight: np.ndarray | None, name: str = "") -> np.ndarray:
+    def normalize(
+        self, x: np.ndarray, weight: np.ndarray | None, name: str = "", eps: float = 0.0
+    ) -> np.ndarray:  # fmt: skip
         if weight is None:
             return x
-        out = rms(x.reshape(len(x), -1, weight.size), weight, self.config.norm_eps).reshape(x.shape)
+        out = rms(x.reshape(len(x), -1, weight.size), weight, eps or self.config.norm_eps).reshape(x.shape)
         if name:
             return out
         x[:] = out

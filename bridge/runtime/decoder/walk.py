@@ -59,7 +59,7 @@ def walk(m: Machine, weights: Weights, c: DecoderConfig, embedded: Embedded) -> 
                 if c.graph.renormed:
                     x = m.copy(read, "x")
         if layer.down is not None:
-            added = _feed(m, x, read, layer, index)
+            added = _feed(m, x, read, layer, index, c)
         if layer.input is not None or layer.scale != 1:
             _finish(m, x, added, streams, inputs, layer, index)
             added = None
@@ -88,7 +88,7 @@ def _mix(m: Machine, x: Value, layer: Layer, index: int, c: DecoderConfig) -> Va
         else:
             (other,) = m.products(attended, other=(layer.o, layer.o_bias))
             m.add(added, other)
-    return m.normalize(added, layer.attn_post_norm)
+    return m.normalize(added, layer.attn_post_norm, eps=c.graph.post_norm_eps)
 
 
 def _attend(m: Machine, x: Value, layer: Layer, index: int, c: DecoderConfig) -> Value:
@@ -119,15 +119,15 @@ def _attend(m: Machine, x: Value, layer: Layer, index: int, c: DecoderConfig) ->
     return m.normalize(attended, layer.attn_sub_norm)
 
 
-def _feed(m: Machine, x: Value, read: Value, layer: Layer, index: int) -> Value:
+def _feed(m: Machine, x: Value, read: Value, layer: Layer, index: int, c: DecoderConfig) -> Value:
     """What the network makes of what it reads, what experts do, or the sum of the two."""
     if layer.experts is not None and layer.beside is None:
-        return m.normalize(m.experts(layer.experts, read, "added"), layer.ffn_post_norm)
+        return m.normalize(m.experts(layer.experts, read, "added"), layer.ffn_post_norm, eps=c.graph.post_norm_eps)
     inner = m.gated(read, (layer.gate, layer.gate_bias), (layer.up, layer.up_bias), index)
     (added,) = m.products(m.normalize(inner, layer.ffn_sub_norm), added=(layer.down, layer.down_bias))
     if layer.experts is not None and layer.beside is not None:
         _add_experts(m, x, added, layer.experts, layer.beside)
-    return m.normalize(added, layer.ffn_post_norm)
+    return m.normalize(added, layer.ffn_post_norm, eps=c.graph.post_norm_eps)
 
 
 def _add_experts(m: Machine, x: Value, added: Value, experts: Experts, beside: Beside) -> None:

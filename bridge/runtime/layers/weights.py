@@ -47,6 +47,8 @@ def read_shared(file: GGUFFile, config: DecoderConfig) -> Weights:
     if config.graph.embedding_norm:
         embedding_norm = vector(file, "token_embd_norm.weight", config.hidden, True)
         embedding_norm_bias = vector(file, "token_embd_norm.bias", config.hidden)
+    elif config.graph.unit_embedding_norm:
+        embedding_norm = np.ones(config.hidden, np.float32)
     if config.graph.positions:
         positions = expect(file["position_embd.weight"], config.context, config.hidden).dequantize()
     return Weights(
