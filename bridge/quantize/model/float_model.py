@@ -5,7 +5,7 @@ reaches it and freed afterwards, so memory holds one block. Quantized modules ar
 checkpoints can be calibrated as well.
 
 Names differ in two ways. Mixtral's checkpoints say block_sparse_moe.experts.3.w1 where `transformers` has mlp and
-gate_proj. And `transformers` holds experts in 3-D tensors, which are split here into one layer for each matrix; a
+gate_proj, Laguna's shared_expert where it has shared_experts. And `transformers` holds experts in 3-D tensors, which are split here into one layer for each matrix; a
 checkpoint may have them as single matrices, or as those 3-D tensors, [experts, out, in] or [experts, in, out].
 
 Of a model that also sees or hears, the language model is calibrated: the other parts are left out.
@@ -29,6 +29,10 @@ from bridge.quantize.model.streamed_model import decoder_blocks, positions_of
 from bridge.system.cpu.row_threads import chunks
 
 _MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+_LAGUNA = {
+    ".mlp.gate.e_score_correction_bias": ".mlp.experts.e_score_correction_bias",
+    ".mlp.shared_experts.": ".mlp.shared_expert.",
+}
 _OF_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")
 
 
@@ -184,6 +188,7 @@ class FloatModel:
             if tail.startswith("experts."):
                 tail = re.sub(r"\w+_proj", lambda match: _MIXTRAL.get(match[0], match[0]), tail)
             names.append(f"{head}.block_sparse_moe.{tail}")
+        names += [name.replace(own, other) for own, other in _LAGUNA.items() if own in name]
         part = _OF_EXPERT.fullmatch(name)
         if part:
             suffix = "" if part[4] == "weight" else "_bias"
