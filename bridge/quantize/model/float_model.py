@@ -5,8 +5,8 @@ reaches it and freed afterwards, so memory holds one block. Quantized modules ar
 checkpoints can be calibrated as well.
 
 Names differ in two ways. Mixtral's checkpoints say block_sparse_moe.experts.3.w1 where `transformers` has mlp and
-gate_proj, Laguna's shared_expert where it has shared_experts. And `transformers` holds experts in 3-D tensors, which are
-split here into one layer for each matrix; a checkpoint may have them as single matrices, or as those 3-D tensors,
+gate_proj, Laguna's shared_expert where it has shared_experts. And `transformers` holds experts in 3-D tensors, which
+are split here into one layer for each matrix; a checkpoint may have them as single matrices, or as those 3-D tensors,
 [experts, out, in] or [experts, in, out].
 
 Of a model that also sees or hears, the language model is calibrated: the other parts are left out.
