@@ -190,6 +190,7 @@ ARCHITECTURES = {
         normed=True, post_norm=True, gelu=True, scaled=True, values_normed=True, unscaled=True, streams=True,
         windows=Windows(5, tokens=None, base=10000.0, scaled=False),
     ),
+    "plamo3": Graph(normed=True, post_norm=True, windows=Windows(8, base=10000.0, scaled=False)),
     "gpt-oss": Graph(late_norm=True, clamped=True, windows=Windows(2, tokens=None), sinks=True),
     # normed in GLM-4.5 and later large ones, not in Air
     "glm4moe": Graph(late_norm=True, sigmoid=True, unnormalized=True, shared_experts=0),
