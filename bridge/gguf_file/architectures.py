@@ -201,6 +201,7 @@ ARCHITECTURES = {
         neighbours=True, normed=True, post_norm=True, post_norm_eps=1e-8, unit_embedding_norm=True, gate_matrix=True,
         windows=Windows(4, tokens=None, scaled=False, alone_rotated=True), logits_times=True, logit_cap=30.0,
     ),
+    "plamo3": Graph(normed=True, post_norm=True, windows=Windows(8, base=10000.0, scaled=False)),
     "gpt-oss": Graph(late_norm=True, clamped=True, windows=Windows(2, tokens=None), sinks=True),
     # normed in GLM-4.5 and later large ones, not in Air
     "glm4moe": Graph(late_norm=True, sigmoid=True, unnormalized=True, shared_experts=0),

@@ -229,6 +229,44 @@ def test_sentencepiece_ids_are_those_of_llama_cpp(prefix: bool, sentencepiece_mo
         assert monkey.encode(text) == tokenizer.encode(text)
 
 
+def plamo_tokenizer(folder: Path, lines: list[list[Any]]) -> None:
+    """A tokenizer.jsonl of PLaMo's kind: special tokens, bytes, and these lines."""
+    special = [[f"<|plamo:{role}|>", 0.0, "CONTROL"] for role in ("bos", "eos", "pad", "op")]
+    of_bytes = [[f"<0x{byte:02X}>", 0.0, "BYTE"] for byte in range(256)]
+    lines = [["<|plamo:unk|>", 0.0, "UNKNOWN"], *special, *of_bytes, *lines]
+    (folder / "tokenizer.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    roles = {f"{role}_token": f"<|plamo:{role}|>" for role in ("bos", "eos", "unk", "pad")}
+    (folder / "tokenizer_config.json").write_text(json.dumps({**roles, "add_bos_token": True, "add_eos_token": True}))
+
+
+def test_plamos_tokens_are_those_of_llama_cpp(tmp_path: Path) -> None:
+    texts = [text for text in [*TEXTS, *random_texts(1, 8, 40)] if text]
+    draw = random.Random(1)
+    parts = {text[first : first + draw.randrange(1, 9)] for text in texts for first in range(0, len(text), 3)}
+    parts |= {"[PA", "D1]", "D2]", "x["}  # cheaper than padding
+    scores = [draw.choice((-9.5, -12.00005, -1999.9, -2000.5, float("-inf"))) for _ in parts]
+    scores = [draw.uniform(-15, -3) if draw.random() < 0.8 else score for score in scores]
+    plamo_tokenizer(tmp_path, [[text, score, "NORMAL"] for text, score in zip(sorted(parts), scores, strict=True)])
+    _, path = vocab_gguf(tmp_path, 265 + len(parts))
+    padding = ["[PAD1]", "x[PAD1] [PAD1", "AD1][PAD2]", "[PAD1][PAD3]\u65e5", "[PAD99] a"]
+    marks = ["<|plamo:op|>a<|plamo:eos|>", "<|plamo:unk|>", "<|plamo:", "\ufeffBOM\ufeff", "\ufeff", "", "\x00\x7f\xe9"]
+    tokenizer = same_as_llama_cpp(path, [*texts, *random_texts(2, 20, 40), *padding, *marks])
+    assert (tokenizer.add_bos, tokenizer.add_eos) == (True, True)
+    assert {tokenizer.tokens[token] for token in tokenizer.stops} == {"<|plamo:eos|>", "<|plamo:op|>"}
+    with pytest.raises(BridgeError, match=r"'plamo2'; must be gpt2, llama or gemma4 for a"):
+        tokenizer_files(bridge.open_gguf(path).metadata)
+
+
+def test_plamos_vocabulary_without_a_byte_is_refused(tmp_path: Path) -> None:
+    plamo_tokenizer(tmp_path, [["a", -1.0, "NORMAL"]])
+    _, path = vocab_gguf(tmp_path, 262)
+    metadata = dict(bridge.open_gguf(path).metadata)
+    kinds = list(metadata["tokenizer.ggml.token_type"])
+    kinds[5 + 0x41] = 1
+    with pytest.raises(BridgeError, match="no token is of the byte 65, as one must be of each"):
+        Tokenizer(metadata | {"tokenizer.ggml.token_type": kinds})
+
+
 def gemma4_tokenizer(folder: Path) -> None:
     """A tokenizer.json of Gemma 4's kind with few tokens."""
     from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers

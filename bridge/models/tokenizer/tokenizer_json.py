@@ -28,7 +28,7 @@ _ADDED = {TokenType.CONTROL: True, TokenType.UNKNOWN: True, TokenType.USER_DEFIN
 def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, str]:
     """The two files' texts by name. Raises BridgeError if the vocabulary is of another kind, damaged, or cut by rules
     that are unknown."""
-    if (model := metadata.get("tokenizer.ggml.model")) in ("bert", "t5"):
+    if (model := metadata.get("tokenizer.ggml.model")) in ("bert", "plamo2", "t5"):
         raise BridgeError(f"tokenizer.ggml.model is {model!r}; must be gpt2, llama or gemma4 for a tokenizer.json")
     tokenizer = Tokenizer(metadata)
     texts = {key: tokenizer.text(role_token(metadata, role, len(tokenizer))) for key, role in _ROLES.items()}

@@ -42,18 +42,17 @@ class LayerReader:
         first = self._name("attn_norm")
         if graph.renormed:  # the norm after the layer before, and that after attention
             first, norm = f"blk.{self.index - 1}.layer_output_norm", "attn_output_norm"
-        norm_weight = norm if self._has(norm) else f"{norm}.weight"  # Falcon-H1's has no suffix
         may_lack = graph.embedding_norm and self.index == 0  # what it reads is normalized
         return Layer(
             attn_norm=vector(self.file, f"{first}.weight", c.hidden, not may_lack) if graph.pre_norm else None,
             attn_norm_bias=vector(self.file, f"{first}.bias", c.hidden) if bias else None,
             o_bias=self._vector("attn_output.bias", c.hidden),
-            ffn_norm=self._norm(norm_weight, graph.pre_norm and not graph.parallel and not graph.alone),
+            ffn_norm=self._norm(norm, graph.pre_norm and not graph.parallel and not graph.alone),
             ffn_norm_bias=self._vector(f"{norm}.bias", c.hidden) if bias else None,
-            attn_post_norm=self._norm("post_attention_norm.weight", graph.post_norm),
-            ffn_post_norm=self._norm("post_ffw_norm.weight", graph.post_norm),
-            attn_sub_norm=self._norm("attn_sub_norm.weight", graph.sub_norm, c.heads * c.head_dim),
-            ffn_sub_norm=self._norm("ffn_sub_norm.weight", graph.sub_norm, c.inner),
+            attn_post_norm=self._norm("post_attention_norm", graph.post_norm),
+            ffn_post_norm=self._norm("post_ffw_norm", graph.post_norm),
+            attn_sub_norm=self._norm("attn_sub_norm", graph.sub_norm, c.heads * c.head_dim),
+            ffn_sub_norm=self._norm("ffn_sub_norm", graph.sub_norm, c.inner),
             sinks=self._sinks() if graph.sinks else None,
             **(self._mixing() if c.mixes(self.index) else {}),
             **network,
@@ -297,8 +296,9 @@ class LayerReader:
         return vector(self.file, self._name(part), size, needed)
 
     def _norm(self, part: str, present: bool, size: int | None = None) -> Any:
-        """A vector that the architecture has, or None where it does not."""
-        return self._vector(part, size or self.config.hidden, True) if present else None
+        """A vector that the architecture has, or None where it does not. Falcon-H1's and PLaMo's have no suffix."""
+        name = part if self._has(part) else f"{part}.weight"
+        return self._vector(name, size or self.config.hidden, True) if present else None
 
 
 def vector(file: GGUFFile, name: str, size: int, needed: bool = False) -> Any:

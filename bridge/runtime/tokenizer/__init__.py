@@ -3,6 +3,7 @@
     tokenizer.ggml.model  "gpt2": BPE by merges; "gemma4": the same, cut as tokenizer.ggml.pre gemma4 (both `bpe.py`)
                           "llama": SentencePiece's joining by score (`spm.py`)
                           "bert": WordPiece, "t5": unigrams (`by_library.py`)
+                          "plamo2": the tokens of the highest sum of scores (`plamo.py`)
 
 All are wrapped in the same way: control and user-defined tokens are matched in the raw text first, the
 longest before all others, and only what lies between them is cut and merged; BOS and EOS go around a text where
@@ -23,6 +24,7 @@ from bridge.gguf_file.special_tokens import (
     ROLES,
     SPECIAL,
     UNKNOWN,
+    UNUSED,
     USER_DEFINED,
     special_tokens,
     stripping,
@@ -32,7 +34,7 @@ from bridge.runtime.tokenizer.spm import SentencePiece, byte_of_token
 # by tokenizer.ggml.model, where no key names a token
 _DEFAULT_IDS = {
     "llama": {"bos": 1, "eos": 2, "unknown": 0}, "bert": {"bos": 101, "sep": 102, "unknown": 100},
-    "t5": {"eos": 1, "unknown": 2},
+    "t5": {"eos": 1, "unknown": 2}, "plamo2": {"bos": 1, "eos": 2, "unknown": 0},
 }  # fmt: skip
 _OTHER_NAMES = {"fim_pre": "prefix", "fim_suf": "suffix", "fim_mid": "middle", "sep": "seperator"}  # of roles, in keys
 _WHITE_SPACE = " \t\n\v\f\r"
@@ -202,13 +204,18 @@ class Tokenizer:
             pre = "gemma4" if model == "gemma4" else metadata.get("tokenizer.ggml.pre") or "default"
             return cutter_of(self.tokens, _items(metadata, "merges", str), pre)
         if model == "llama":
-            scores = _items(metadata, "scores", float, len(self.tokens)) or [0.0] * len(self.tokens)
             prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
             unknown = role_token(metadata, "unknown", len(self.tokens)) or 0
-            return SentencePiece(self.tokens, self.types, scores, unknown, prefix)
+            return SentencePiece(self.tokens, self.types, self._scores(metadata), unknown, prefix)
+        if model == "plamo2":
+            from bridge.runtime.tokenizer.plamo import Plamo
+
+            return Plamo(self.tokens, self.types, self._scores(metadata))
         if model in ("bert", "t5"):
             return self._cutter_of_encoder(metadata, model)
-        raise BridgeError(f"tokenizer.ggml.model is {model!r}; must be gpt2 (BPE by merges), llama, gemma4, bert or t5")
+        raise BridgeError(
+            f"tokenizer.ggml.model is {model!r}; must be gpt2 (BPE by merges), llama, gemma4, plamo2, bert or t5"
+        )
 
     def _cutter_of_encoder(self, metadata: Mapping[str, Any], model: str) -> Cutter:
         from bridge.runtime.tokenizer.by_library import Unigram, WordPiece
@@ -218,12 +225,14 @@ class Tokenizer:
             lowercase = bool(metadata.get("tokenizer.ggml.normalizer.lowercase", True))
             strips = bool(metadata.get("tokenizer.ggml.normalizer.strip_accents", lowercase))
             return WordPiece(self.tokens, self.types, unknown, lowercase, strips)
-        scores = _items(metadata, "scores", float, len(self.tokens)) or [0.0] * len(self.tokens)
         charsmap = bytes(byte & 255 for byte in _items(metadata, "precompiled_charsmap", int))
         flags = (
             bool(metadata.get(f"tokenizer.ggml.{key}")) for key in ("add_space_prefix", "remove_extra_whitespaces")
         )
-        return Unigram(self.tokens, self.types, scores, unknown, charsmap, *flags)
+        return Unigram(self.tokens, self.types, self._scores(metadata), unknown, charsmap, *flags)
+
+    def _scores(self, metadata: Mapping[str, Any]) -> list[float]:
+        return _items(metadata, "scores", float, len(self.tokens)) or [0.0] * len(self.tokens)
 
     def _parts(self, text: str, parse_special: bool) -> list[str | int]:
         """Ordinary texts and special tokens in turn: the longest token is searched in all of the text first."""
@@ -255,6 +264,8 @@ def stop_tokens(metadata: Mapping[str, Any]) -> list[int]:
 
 def _types_and_ends(metadata: Mapping[str, Any], tokens: list[str]) -> tuple[list[int], frozenset[int]]:
     types = _items(metadata, "token_type", int, len(tokens)) or [NORMAL] * len(tokens)
+    if metadata.get("tokenizer.ggml.model") == "plamo2":  # where padding is a token like others
+        types = [NORMAL if kind == UNUSED else kind for kind in types]
     return special_tokens(tokens, types, {role: role_token(metadata, role, len(tokens)) for role in ROLES})
 
 

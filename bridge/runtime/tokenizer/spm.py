@@ -29,13 +29,7 @@ class SentencePiece:
     ):
         self._tokens, self._scores = tokens, scores
         self._vocabulary = Vocabulary(tokens)
-        self._bytes = {}
-        for token in compress(count(), map(eq, types, repeat(BYTE))):
-            if (byte := byte_of_token(tokens[token])) is None:
-                raise BridgeError(
-                    f"token {token} is a byte's, but is spelled {tokens[token]!r}; convert the model again"
-                )
-            self._bytes[byte] = token
+        self._bytes = byte_tokens(tokens, types)
         self._unknown = unknown
         self._prefix = prefix
         self._known = lru_cache(_REMEMBERED)(lambda word: self._join(word, self._vocabulary.ids))
@@ -72,6 +66,16 @@ class SentencePiece:
         if symbol in ids:
             return [ids[symbol]]
         return [self._bytes.get(byte, self._unknown) for byte in symbol.encode("utf-8")]
+
+
+def byte_tokens(tokens: Sequence[str], types: Sequence[int]) -> dict[int, int]:
+    """The id of each byte's token; BridgeError where a token of type BYTE has another spelling."""
+    of_bytes = {}
+    for token in compress(count(), map(eq, types, repeat(BYTE))):
+        if (byte := byte_of_token(tokens[token])) is None:
+            raise BridgeError(f"token {token} is a byte's, but is spelled {tokens[token]!r}; convert the model again")
+        of_bytes[byte] = token
+    return of_bytes
 
 
 def byte_of_token(text: str) -> int | None:

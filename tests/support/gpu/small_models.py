@@ -1,6 +1,6 @@
 """Small models of every architecture that runs on CUDA, of random weights, as GGUFs.
 
-python -m tests.support.gpu.small_models build/models       59 of them, in Q8_0 where rows are whole blocks
+python -m tests.support.gpu.small_models build/models       80 of them, in Q8_0 where rows are whole blocks
 python scripts/gpu_check.py --models build/models           on a machine with a GPU
 """
 
@@ -16,7 +16,7 @@ import bridge
 from tests.support.family_models import ALL_BLOCKS, MODELS, copy_tokenizer, new_model, randomized
 
 LEFT_TO_LLAMA_CPP = {
-    "deepseek4", "dots3-note", "glm5-next", "hy-v4", "ling3", "plamo3",
+    "deepseek4", "dots3-note", "glm5-next", "hy-v4", "ling3",
     "qwen4exp", "step35",
 }  # fmt: skip
 ON_THE_CPU = {"kimi-linear"}  # alone
