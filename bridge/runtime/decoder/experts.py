@@ -185,7 +185,7 @@ ACTIVATIONS: dict[str, Callable[[np.ndarray, Any], np.ndarray]] = {
 
 def activation(config: DecoderConfig) -> Callable[[np.ndarray, Any], np.ndarray]:
     """(gate, up) -> what a decoder's networks make of them."""
-    return partial(_situ, config.situ) if config.situ else ACTIVATIONS[config.activation]
+    return partial(_situ, config.situ) if config.activation == "situ" else ACTIVATIONS[config.activation]
 
 
 class ExpertTables:
