@@ -214,6 +214,7 @@ def test_its_blocks_give_llama_cpps_perplexity_and_token_by_token_what_a_prompt_
         ("activation.situ_beta", None, "activation.situ_beta is missing; convert"),
         ("activation.situ_linear_beta", None, "a key of kimi-k3 is missing or has a value of the wrong kind"),
         ("kda.gate_lower_bound", 5.0, "kda.gate_lower_bound is 5.0; must be below 0, or missing; convert"),
+        ("kda.gate_lower_bound", 0.0, "kda.gate_lower_bound is 0.0; must be below 0, or missing; convert"),
     ],
 )
 def test_metadata_that_cannot_run_is_refused(key: str, value: Any, problem: str) -> None:

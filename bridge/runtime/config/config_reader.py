@@ -304,7 +304,7 @@ def _read_situ(metadata: Mapping[str, Any], arch: str, get: Callable[..., Any]) 
 def _read_aside(metadata: Mapping[str, Any], arch: str, path: Path) -> int:
     """Every how many layers the state is put aside; 0: it never is."""
     count = metadata.get(f"{arch}.attn_res.block_size")
-    if not isinstance(count, int) or count < 0:
+    if not isinstance(count, int) or isinstance(count, bool) or count < 0:
         raise BridgeError(
             f"{path}: {arch}.attn_res.block_size is {count!r:.80}; must be a number of layers, or 0; convert the model "
             "again"

@@ -90,13 +90,13 @@ def read_recurrent(
     if kind == KDA:
         heads, size = get("attention.head_count", int), get("kda.head_dim", int)
         kernel, channels = get("ssm.conv_kernel", int), 3 * heads * size
-        least = float(metadata.get(f"{arch}.kda.gate_lower_bound", 0.0))
-        if not -math.inf < least <= 0:
+        least = metadata.get(f"{arch}.kda.gate_lower_bound")
+        if least is not None and not -math.inf < least < 0:
             raise BridgeError(
                 f"{path}: {arch}.kda.gate_lower_bound is {least}; must be below 0, or missing; convert the model again"
             )
         return RecurrentConfig(
-            kind, recurrent, kernel, channels, heads, heads, size, size, full_gate=state.full_gate, least=least
+            kind, recurrent, kernel, channels, heads, heads, size, size, full_gate=state.full_gate, least=least or 0.0
         )
     inner, key_dim, kernel = (get(f"ssm.{key}", int) for key in ("inner_size", "state_size", "conv_kernel"))
     if kind == MAMBA1:

@@ -218,10 +218,9 @@ class NumpyMachine:
             b, gate, values = np.split(first, 3, axis=1)
             return gate * self._convolved(layer, index, b * values, c)
         if c.kind in (DELTA, KDA):
-            if c.kind == DELTA:
-                z = inputs[1]
-            else:
-                z = inputs[5] if c.full_gate else self._product(layer.second[1], inputs[5])
+            z = inputs[1] if c.kind == DELTA else inputs[5]
+            if c.kind == KDA and not c.full_gate:
+                z = self._product(layer.second[1], z)
             gate = z * _sigmoid(z) if c.kind == DELTA else _sigmoid(z)
             out = rms(self._delta(layer, index, inputs, c), layer.norm, self.config.norm_eps)
             return out.reshape(len(x), -1) * gate
