@@ -246,6 +246,15 @@ class CudaMachine:
     def _advance(self, layer: DeviceRecurrent, index: int, inputs: list[Any]) -> Any:
         return layer.advance(inputs, *self.memory.recurrent(index), self.dependent)
 
+    def blend(self, states: list[Value], weight: np.ndarray) -> Any:
+        import torch
+
+        def mixed(rows: Any) -> Any:  # [n, states, hidden]
+            scores = rms(rows, self.weights.vector(weight), self.config.norm_eps).sum(2, keepdim=True)
+            return (scores.softmax(1) * rows).sum(1)
+
+        return self._each(mixed, torch.stack([self.rows(state) for state in states], 1))
+
     def split_gate(self, q: Value) -> tuple[Any, Any]:
         both = self.rows(q).reshape(self.n, self.config.heads, 2, -1)
         return both[:, :, 0].reshape(self.n, -1), both[:, :, 1].reshape(self.n, -1)

@@ -38,7 +38,7 @@ def parts(graph: Graph) -> list[str]:
         "norms of the state with what is added": graph.renormed,
         "norms within": graph.sub_norm, "networks beside attention": graph.parallel,
         "networks without a gate": not graph.gated, "experts beside a network": graph.beside,
-        "streams": graph.streams, "embeddings of positions": graph.positions,
+        "states put aside": graph.put_aside, "streams": graph.streams, "embeddings of positions": graph.positions,
     }  # fmt: skip
     state = [] if graph.state is None else [_STATES[graph.state.kind]]
     return [*state, *(name for name, there in named.items() if there)]

@@ -58,6 +58,7 @@ class State:
     may_lack_norm: bool = False  # models may have no norm after it
     tiled: bool = False  # state h has the keys of head h modulo the groups, rather than of head h * groups / heads
     joined: bool = False  # a delta net's beta and alpha come of one matrix, group by group
+    full_gate: bool = False  # KDA's gate of the output is made by one matrix, not by two of low rank
 
 
 @record
@@ -112,6 +113,7 @@ class Graph:
     erf: bool = False  # gelu is not its tanh form
     clamped: bool = False  # gpt-oss's form of silu and of what it multiplies, see cpu/ops/decoder_ops.py
     xielu: bool = False  # an activation with numbers of each layer, see cpu/ops/decoder_ops.py
+    situ: bool = False  # a gate and what it multiplies are bent by tanh, see cpu/ops/decoder_ops.py
     alone: bool = False  # each layer is attention, or what takes its place, or a network: not both
 
     # experts
@@ -132,6 +134,7 @@ class Graph:
     scaled: bool = False  # embeddings are multiplied by the root of their width
     positions: bool = False  # each position has an embedding
     streams: bool = False  # there are several streams of activations
+    put_aside: bool = False  # every few layers the state begins anew; what is read is mixed of it and those before
     logit_cap: float = 0.0  # as score_cap, of logits: final_logit_softcapping
     factors_said: bool = False  # what scales embeddings, layers and logits must be said
     logits_times: bool = False  # logits are multiplied by logit_scale, not divided
@@ -246,6 +249,10 @@ ARCHITECTURES = {
     ),
     "deepseek2": Graph(**_LATENT, sigmoid_vocab=154880),  # GLM-4.7-Flash, whose first files lack the key
     "kimi-linear": Graph(latent=True, still=True, sigmoid=True, shared_experts=0, state=State(KDA)),
+    "kimi-k3": Graph(
+        latent=True, still=True, gate_matrix=True, situ=True, sigmoid=True, unnormalized=True, shared_experts=0,
+        put_aside=True, state=State(KDA, full_gate=True),
+    ),
     "deepseek32": _INDEXED, "glm-dsa": _INDEXED, "mistral4": Graph(**_LATENT),
     "lfm2": Graph(**_CONVOLVED), "lfm2moe": Graph(**_CONVOLVED, sigmoid=True),
     "granitehybrid": Graph(neighbours=True, state=State(MAMBA)),

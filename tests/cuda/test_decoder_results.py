@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from bridge.errors import BridgeError
 from bridge.runtime.config.config_reader import read_config
 from bridge.runtime.decoder.decoder import Decoder as CpuDecoder
+from bridge.runtime.decoder.numpy_machine import NumpyMachine
 from bridge.runtime.reader import open_gguf
 from bridge.runtime.sampling import Sampler, Sampling
 from tests.support import ptx
@@ -476,3 +478,15 @@ def test_values_that_lie_side_by_side_by_chance_are_copied_together() -> None:
     assert machine._together(*apart).tolist() == [memory.tolist()]
     whole = torch.from_numpy(memory)[None]
     assert machine._together(whole[:, :4], whole[:, 4:]).data_ptr() == whole.data_ptr()
+
+
+def test_states_are_mixed_by_their_scores_as_in_numpy() -> None:
+    from bridge.cuda.machine import CudaMachine
+
+    rng = np.random.default_rng(2)
+    weight, states = (rng.standard_normal(size).astype(np.float32) for size in (8, (3, 5, 8)))
+    plain, machine = NumpyMachine.__new__(NumpyMachine), CudaMachine.__new__(CudaMachine)
+    plain.config = machine.config = SimpleNamespace(norm_eps=1e-5)  # type: ignore[assignment]
+    machine.weights = SimpleNamespace(vector=torch.from_numpy)  # type: ignore[assignment]
+    found = machine.blend([torch.from_numpy(state) for state in states], weight)
+    np.testing.assert_allclose(found, plain.blend(list(states), weight), rtol=1e-5, atol=1e-6)

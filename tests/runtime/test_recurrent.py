@@ -21,6 +21,7 @@ from bridge.runtime.layers.recurrent_state import COPIES, RecurrentState
 from bridge.runtime.model import Model
 from scripts.peers.predictions import mean_kl
 from tests.support.family_models import copy_tokenizer, new_model, randomized
+from tests.support.kimi_k3 import CONFIG, write_kimi_k3
 from tests.support.plain_recurrent import DEEPER, SHAPES, plain_layer, random_layer
 
 torch = pytest.importorskip("torch")
@@ -203,6 +204,10 @@ GUESSING: dict[str, dict[str, Any]] = {
     "falcon-h1": {"mamba_n_heads": 16, "mamba_d_head": 4}, "mamba2": {"num_heads": 16, "head_dim": 4},
     "jamba": {"mamba_dt_rank": 32, "mamba_d_state": 16},
     "kimi-linear": {"moe_intermediate_size": 32, "linear_head_dim": 32, "kv_lora_rank": 32, "v_head_dim": 16},
+    "kimi-k3": {
+        "linear_attn_config": CONFIG["text_config"]["linear_attn_config"] | {"head_dim": 32}, "q_lora_rank": 32,
+        "kv_lora_rank": 32, "v_head_dim": 16,
+    },
 }  # fmt: skip
 REPEATED: dict[str, Any] = {"temperature": 0, "logit_bias": dict.fromkeys(TOKENS[:4], 30.0)}  # few tokens are drawn
 
@@ -215,9 +220,14 @@ def guessing(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     def make(name: str) -> Path:
         if name not in found:
             folder = tmp_path_factory.mktemp(name)
-            randomized(new_model(name, **GUESSING[name])).save_pretrained(folder / "model", save_original_format=True)
+            if name == "kimi-k3":
+                write_kimi_k3(folder / "model", **GUESSING[name])
+            else:
+                model = randomized(new_model(name, **GUESSING[name]))
+                model.save_pretrained(folder / "model", save_original_format=True)
             found[name] = folder / "m.gguf"
-            bridge.convert(copy_tokenizer(folder / "model"), found[name], tensor_types=[(".*", "Q8_0")])
+            copy_tokenizer(folder / "model")
+            bridge.convert(folder / "model", found[name], tensor_types=[(".*", "Q8_0")], mmproj_type="none")
         return found[name]
 
     return make

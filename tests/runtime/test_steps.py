@@ -128,7 +128,7 @@ def test_items_of_products_are_each_threads_parts_of_all(groups: tuple[int, ...]
 
 def mixture(
     how: Routing, activation: str = "silu", biased: bool = False, choice_bias: bool = False, shared: bool = False,
-    gated: bool = False, short: bool = False, ungated: bool = False, first: str = "Q4_0",
+    gated: bool = False, short: bool = False, ungated: bool = False, first: str = "Q4_0", situ: tuple[float, ...] = (),
 ) -> tuple[Experts, Any]:  # fmt: skip
     """Experts whose matrices are Q4_0, gate and up of the type `first`, and a configuration."""
     outer = LATENT if short else HIDDEN
@@ -153,9 +153,11 @@ def mixture(
         experts.shared_gate = floats(7, HIDDEN) / 8
     if short:
         experts.shorten, experts.lengthen = matrix("Q8_0", LATENT, HIDDEN, 91), matrix("Q8_0", HIDDEN, LATENT, 92)
+    if situ:
+        experts.summed_norm = floats(8, LATENT)
     config = SimpleNamespace(
         routing=how, activation=activation, hidden=HIDDEN, experts=COUNT, expert_inner=INNER, expert_outer=outer,
-        expert_latent=LATENT if short else 0, shared_inner=INNER if shared else 0,
+        expert_latent=LATENT if short else 0, shared_inner=INNER if shared else 0, situ=situ, norm_eps=1e-5,
     )  # fmt: skip
     return experts, config
 
@@ -171,6 +173,9 @@ MIXTURES: dict[str, Any] = {
     "llama 4": {"how": Routing(used=1, sigmoid=True, normalized=False, before=True), "shared": True},
     "nemotron 3": {
         "how": Routing(used=3, sigmoid=True), "activation": "relu2", "ungated": True, "short": True, "shared": True,
+    },
+    "kimi k3": {
+        "how": Routing(used=3, sigmoid=True), "activation": "situ", "situ": (4.0, 25.0), "short": True, "shared": True,
     },
     "all experts": {"how": Routing(used=COUNT)},
     "kernels of other columns": {"how": Routing(used=3), "first": "Q3_K"},

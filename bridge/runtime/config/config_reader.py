@@ -169,7 +169,8 @@ def _read(metadata: Mapping[str, Any], arch: str, path: Path, graph: Graph) -> D
         rope_betas=(get("rope.scaling.yarn_beta_fast", float, 32.0), get("rope.scaling.yarn_beta_slow", float, 1.0)),
         latent=latent, experts=experts, leading=leading,
         expert_every=graph.expert_every or get("interleave_moe_layer_step", int, 1), expert_inner=expert_inner,
-        expert_latent=int(metadata.get(f"{arch}.moe_latent_size", 0)), shared_inner=shared_inner,
+        expert_latent=int(metadata.get(f"{arch}.moe_latent_size") or metadata.get(f"{arch}.expert_latent_length", 0)),
+        shared_inner=shared_inner,
         routing=_read_routing(metadata, graph, get, path, experts, shared_inner) if experts else Routing(),
         embedding_scale=get("embedding_scale", float, float(np.float32(hidden**0.5)) if graph.scaled else unscaled),
         residual_scale=get("residual_scale", float, unscaled),
@@ -184,6 +185,8 @@ def _read(metadata: Mapping[str, Any], arch: str, path: Path, graph: Graph) -> D
         streams=_read_streams(metadata, arch, path) if graph.streams else 0,
         sparsity=tuple(metadata.get(f"{arch}.activation_sparsity_scale", ())),
         xielu=_read_xielu(metadata, layers, path) if graph.xielu else (),
+        situ=_read_situ(metadata, arch, get) if graph.situ else (),
+        aside_every=_read_aside(metadata, arch, path) if graph.put_aside else 0,
         rotated_layers=_read_rotated(metadata, arch, layers, path), causal=causal,
         pooling=_read_pooling(metadata, arch, "pooling_type", path),
         head_pooling=_read_pooling(metadata, arch, "classifier.pooling_type", path)
@@ -301,6 +304,22 @@ def _read_xielu(metadata: Mapping[str, Any], layers: int, path: Path) -> tuple[t
         (float(beta + softplus(alpha_n)), float(softplus(alpha_p)), beta, eps)
         for alpha_n, alpha_p, beta, eps in zip(*numbers, strict=True)
     )
+
+
+def _read_situ(metadata: Mapping[str, Any], arch: str, get: Callable[..., Any]) -> tuple[float, float]:
+    """As cpu/ops/decoder_ops.py takes them."""
+    return get("activation.situ_beta", float), max(0.0, float(metadata[f"{arch}.activation.situ_linear_beta"]))
+
+
+def _read_aside(metadata: Mapping[str, Any], arch: str, path: Path) -> int:
+    """Every how many layers the state is put aside; 0: it never is."""
+    count = metadata.get(f"{arch}.attn_res.block_size")
+    if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+        raise BridgeError(
+            f"{path}: {arch}.attn_res.block_size is {count!r:.80}; must be a number of layers, or 0; convert the model "
+            "again"
+        )
+    return count
 
 
 def _kv_heads(

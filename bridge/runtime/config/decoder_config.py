@@ -101,6 +101,8 @@ class DecoderConfig:
     relu2: bool = False  # relu squared in place of silu
     rotated_layers: tuple[bool, ...] = ()  # whether a layer's q and k are rotated; (): the graph says it
     xielu: tuple[tuple[float, ...], ...] = ()  # of each layer, see decoder_ops.py
+    situ: tuple[float, ...] = ()  # what tanh keeps gates, and what they multiply, within; see decoder_ops.py
+    aside_every: int = 0  # every so many layers, from the first on, the state is put aside; 0: it never is
     recurrent: RecurrentConfig | None = None  # the layers with a state, where there are some
     inners: tuple[int, ...] = ()  # of each layer, if not all are alike; 0: it has no network
     chosen: int = 0  # tokens that an indexer chooses to attend to; up to so many all are attended to
@@ -141,6 +143,10 @@ class DecoderConfig:
         """Whether a layer has a network."""
         return self.inner_of(layer) > 0
 
+    def puts_aside(self, layer: int) -> bool:
+        """Whether the state before a layer is put aside, and begins anew with what the layer's attention makes."""
+        return self.aside_every > 0 and layer % self.aside_every == 0
+
     def inner_of(self, layer: int) -> int:
         """Elements between the matrices of a layer's network without experts."""
         return self.inners[layer] if self.inners else self.inner
@@ -179,9 +185,11 @@ class DecoderConfig:
 
     @property
     def activation(self) -> str:
-        """What networks bend values by: silu, gelu, erf (gelu, not its tanh form), relu2 or clamped."""
+        """What networks bend values by: silu, gelu, erf (gelu, not its tanh form), relu2, situ or clamped."""
         if self.graph.gelu:
             return "erf" if self.graph.erf else "gelu"
+        if self.situ:
+            return "situ"
         return "clamped" if self.graph.clamped else "relu2" if self.relu2 else "silu"
 
     def windowed(self, layer: int) -> bool:

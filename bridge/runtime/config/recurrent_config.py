@@ -2,7 +2,8 @@
 
     CONVOLUTION   LFM2: a short convolution between two gates; the state is what it still looks back at
     DELTA         Qwen3-Next, Qwen3.5: a gated delta net: a convolution, and for each head a matrix that it edits
-    KDA           Kimi Linear: the same, with a convolution for each of q, k and v, and a state that decays by channel
+    KDA           Kimi Linear and K3: the same, with a convolution for each of q, k and v, and a state that decays by
+                  channel
     MAMBA         Mamba-2, Granite 4, Nemotron-H, Falcon-H1: the same, but the matrix is only added to
     MAMBA1        Jamba: each value has a state of its own, a vector, and its own steps
 
@@ -11,6 +12,7 @@ of Mamba-2 have a state, and all of Falcon-H1, which have attention as well. See
 layers compute.
 """
 
+import math
 from collections.abc import Callable, Mapping, Set
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,8 @@ class RecurrentConfig:
     tiled: bool = False  # state h has the keys of head h modulo `groups`, rather than of head h * groups / heads
     rank: int = 0  # of the vector that Mamba's steps are made of
     joined: bool = False  # a delta net's beta and alpha come of one matrix, group by group
+    full_gate: bool = False  # KDA's gate of the output is made by one matrix, not by two of low rank
+    least: float = 0.0  # KDA's: the least logarithm of what stays of a state in a step; 0: there is none
     may_lack_norm: bool = False
 
     @property
@@ -53,7 +57,8 @@ class RecurrentConfig:
             return {"shortconv.in_proj": 3 * self.channels}
         if self.kind == KDA:
             parts = dict.fromkeys(("attn_q", "attn_k", "attn_v"), self.values)
-            return {**parts, "ssm_f_a": self.key_dim, "ssm_beta": self.heads, "ssm_g_a": self.key_dim}
+            gate = {"ssm_g": self.values} if self.full_gate else {"ssm_g_a": self.key_dim}
+            return {**parts, "ssm_f_a": self.key_dim, "ssm_beta": self.heads, **gate}
         if self.kind == MAMBA1:
             return {"ssm_in": 2 * self.values}
         if self.kind == MAMBA:
@@ -85,7 +90,14 @@ def read_recurrent(
     if kind == KDA:
         heads, size = get("attention.head_count", int), get("kda.head_dim", int)
         kernel, channels = get("ssm.conv_kernel", int), 3 * heads * size
-        return RecurrentConfig(kind, recurrent, kernel, channels, heads, heads, size, size)
+        least = metadata.get(f"{arch}.kda.gate_lower_bound")
+        if least is not None and not -math.inf < least < 0:
+            raise BridgeError(
+                f"{path}: {arch}.kda.gate_lower_bound is {least}; must be below 0, or missing; convert the model again"
+            )
+        return RecurrentConfig(
+            kind, recurrent, kernel, channels, heads, heads, size, size, full_gate=state.full_gate, least=least or 0.0
+        )
     inner, key_dim, kernel = (get(f"ssm.{key}", int) for key in ("inner_size", "state_size", "conv_kernel"))
     if kind == MAMBA1:
         rank = get("ssm.time_step_rank", int)

@@ -186,7 +186,8 @@ class CpuMachine:
             self._for_each(ops.function("xielu"), address(gates), gates.shape[1], *numbers)
         else:
             pieces, width, shared = in_pieces(gates)
-            arguments = ops.activation(c.activation, ups is not None), address(gates), address(ups), width
+            function = ops.activation(c.activation, ups is not None)
+            arguments = function, address(gates), address(ups), width, 0, *map(bits, c.situ)
             if pieces > self.n:
                 self._add(*arguments, items=pieces, shared=shared)
             else:
@@ -233,6 +234,14 @@ class CpuMachine:
     def copy(self, x: np.ndarray, name: str) -> np.ndarray:
         out = self._buffer(name, x.shape[1])
         self._for_each(ops.function("norm"), address(x), 0, 0, address(out), x.shape[1])  # without a weight
+        return out
+
+    def blend(self, states: list[np.ndarray], weight: np.ndarray) -> np.ndarray:
+        out = self._buffer("blended", weight.size)
+        addresses = np.array([address(state) for state in states], np.int64)
+        first = address(addresses), len(states), address(weight), address(out)
+        self._for_each(stream_ops.function("blend"), *first, weight.size, bits(self.config.norm_eps))
+        self._now.keep(addresses)
         return out
 
     def split_gate(self, q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

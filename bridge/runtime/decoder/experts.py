@@ -6,11 +6,11 @@
     y = y + the shared expert's network, times sigmoid(g x) in Qwen2
 
 `Routing` says which. Llama 4 multiplies what an expert reads by w_e, not what it makes; Nemotron-H's have no gate, but
-relu(W_up,e x)^2, and in Nemotron 3 Super they read W_shorten x, and y is W_lengthen times their sum. Where experts are
-in groups, the k largest are those of the best groups: by their largest expert, or of sigmoids by the sum of their two
-largest. gpt-oss has biases everywhere, and clamps what it multiplies. Phi-MoE (SparseMixer, Liu et al. 2023,
-arXiv:2310.00811) chooses one after another: w is softmax over those logits l of the experts left for which
-l_max - l <= m max(|l|, l_max).
+relu(W_up,e x)^2, and in Nemotron 3 Super they read W_shorten x, and y is W_lengthen times their sum, which Kimi K3
+normalizes before. Where experts are in groups, the k largest are those of the best groups: by their largest expert, or
+of sigmoids by the sum of their two largest. gpt-oss has biases everywhere, and clamps what it multiplies. Phi-MoE
+(SparseMixer, Liu et al. 2023, arXiv:2310.00811) chooses one after another: w is softmax over those logits l of the
+experts left for which l_max - l <= m max(|l|, l_max).
 
 `mix` says so in NumPy. `ExpertTables` writes it as rows of a table of calls, for a token or a prompt:
 
@@ -78,7 +78,7 @@ def mix(
     if experts.router_bias is not None:
         logits += experts.router_bias
     chosen, weights = route(logits, config.routing, experts.choice_bias)
-    act = ACTIVATIONS[config.activation]
+    act = activation(config)
     hidden, x = x, x if experts.shorten is None else product(experts.shorten, x)
     y = np.zeros_like(x)
     for expert in np.unique(chosen):
@@ -90,6 +90,8 @@ def mix(
         else:
             y[tokens] += share * _network(experts.networks[expert], x[tokens], product, act, biases)
     if experts.lengthen is not None:
+        if experts.summed_norm is not None:
+            y *= experts.summed_norm / np.sqrt(np.square(y).mean(1, keepdims=True) + np.float32(config.norm_eps))
         y = product(experts.lengthen, y)
     if experts.shared is not None:
         added = _network(experts.shared, hidden, product, act)
@@ -160,6 +162,12 @@ def _clamped(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
     return x * _sigmoid(slope * x) * (np.clip(up, -limit, limit) + np.float32(1))
 
 
+def _situ(numbers: Sequence[float], gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+    """The twin of decoder_ops.py's `situ_times`."""
+    b, c = map(np.float32, numbers)
+    return b * np.tanh(gate / b) * _sigmoid(gate) * (c * np.tanh(up / c) if c else up)
+
+
 def _sigmoid(x: np.ndarray) -> np.ndarray:
     with np.errstate(over="ignore"):
         return np.float32(1) / (np.float32(1) + np.exp(-x))
@@ -173,6 +181,11 @@ ACTIVATIONS: dict[str, Callable[[np.ndarray, Any], np.ndarray]] = {
     "relu2": lambda gate, _: np.square(np.maximum(gate, 0)),
     "clamped": _clamped,
 }
+
+
+def activation(config: DecoderConfig) -> Callable[[np.ndarray, Any], np.ndarray]:
+    """(gate, up) -> what a decoder's networks make of them."""
+    return partial(_situ, config.situ) if config.activation == "situ" else ACTIVATIONS[config.activation]
 
 
 class ExpertTables:
@@ -204,6 +217,9 @@ class ExpertTables:
             x, summed = self.short
             steps.products(hidden, [(experts.shorten, x)])
         self._add_chosen(experts, x, summed)
+        if experts.summed_norm is not None:
+            norm = address(summed), 0, address(experts.summed_norm), address(summed), c.expert_latent, bits(c.norm_eps)
+            steps.program.add(decoder_ops.function("norm"), *norm, items=every_token, shared=self.n > 1)
         if experts.lengthen is not None:
             steps.products(summed, [(experts.lengthen, y)])
         if experts.shared is not None:
@@ -226,7 +242,7 @@ class ExpertTables:
         program.add(expert_ops.function("gather"), address(block), items=1)
         self._multiply(firsts, x, gates, block, places, True)
         gate, up = gates[0], gates[1] if len(gates) > 1 else None
-        gated = address(block), address(gate), address(up), c.expert_inner, gate.strides[0]
+        gated = address(block), address(gate), address(up), c.expert_inner, gate.strides[0], *map(bits, c.situ)
         shared = gate.size > _MIN_GATED_TO_SHARE
         program.add(expert_ops.function(c.activation), *gated, items=rows, shared=shared)
         self._multiply(lasts, gate[:, : c.expert_inner], [outs], block, places, False)
@@ -296,9 +312,10 @@ class ExpertTables:
         gate, up, down = experts.shared
         hidden, between, result = self.shared
         steps.products(x, [(gate, hidden), (up, between)])
-        arguments = address(hidden), address(between if up else None), self.config.shared_inner
+        arguments = address(hidden), address(between if up else None), self.config.shared_inner, 0
         function = decoder_ops.activation(self.config.activation, up is not None)
-        steps.program.add(function, *arguments, items=every_token, shared=self.n > 1)
+        bends = map(bits, self.config.situ)
+        steps.program.add(function, *arguments, *bends, items=every_token, shared=self.n > 1)
         steps.products(hidden, [(down, result)])
         weighed = address(x), address(experts.shared_gate), address(result), address(y), self.config.hidden
         steps.program.add(expert_ops.function("add_weighed"), *weighed, items=every_token, shared=self.n > 1)

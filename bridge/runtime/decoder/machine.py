@@ -54,6 +54,9 @@ class Machine(Protocol):
     def scale(self, x: Value, factor: float) -> None:
         """x *= factor."""
 
+    def blend(self, states: list[Value], weight: np.ndarray) -> Value:
+        """The sum of the states, each times its share of softmax over their scores: sums of state / rms * weight."""
+
     def split_gate(self, q: Value) -> tuple[Value, Value]:
         """Queries, and what `gate_heads` takes, of q [n, heads, 2, head_dim]."""
 

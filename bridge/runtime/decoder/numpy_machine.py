@@ -15,7 +15,7 @@ import numpy as np
 from bridge.gguf_file.architectures import CONVOLUTION, DELTA, KDA, MAMBA, MAMBA1
 from bridge.runtime.config.decoder_config import DecoderConfig
 from bridge.runtime.config.recurrent_config import RecurrentConfig
-from bridge.runtime.decoder.experts import ACTIVATIONS, mix
+from bridge.runtime.decoder.experts import ACTIVATIONS, activation, mix
 from bridge.runtime.decoder.machine import Linear
 from bridge.runtime.decoder.walk import embed, walk
 from bridge.runtime.layers.layers import Experts, Layer, LayerStreams, Recurrent, Weights
@@ -88,7 +88,7 @@ class NumpyMachine:
             below, above, share, most = c.xielu[index]
             bent = below * (np.expm1(np.minimum(gates, most)) - gates)
             return np.where(gates > 0, above * gates * gates, bent) + share * gates
-        return ACTIVATIONS[c.activation](gates, np.float32(1) if ups is None else ups)
+        return activation(c)(gates, np.float32(1) if ups is None else ups)
 
     def gelu_times(self, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
         return ACTIVATIONS["gelu"](gate, up)
@@ -123,6 +123,12 @@ class NumpyMachine:
 
     def copy(self, x: np.ndarray, name: str) -> np.ndarray:
         return x.copy()
+
+    def blend(self, states: list[np.ndarray], weight: np.ndarray) -> np.ndarray:
+        stack = np.stack(states, 1)
+        scores = rms(stack, weight, self.config.norm_eps).sum(2)
+        shares = np.exp(scores - scores.max(1, keepdims=True))
+        return np.einsum("ns,nsw->nw", shares / shares.sum(1, keepdims=True), stack)
 
     def split_gate(self, q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         both = q.reshape(len(q), self.config.heads, 2, -1)
@@ -216,7 +222,9 @@ class NumpyMachine:
             b, gate, values = np.split(first, 3, axis=1)
             return gate * self._convolved(layer, index, b * values, c)
         if c.kind in (DELTA, KDA):
-            z = inputs[1] if c.kind == DELTA else self._product(layer.second[1], inputs[5])
+            z = inputs[1] if c.kind == DELTA else inputs[5]
+            if c.kind == KDA and not c.full_gate:
+                z = self._product(layer.second[1], z)
             gate = z * _sigmoid(z) if c.kind == DELTA else _sigmoid(z)
             out = rms(self._delta(layer, index, inputs, c), layer.norm, self.config.norm_eps)
             return out.reshape(len(x), -1) * gate
@@ -248,8 +256,12 @@ class NumpyMachine:
         else:
             beta, alpha = inputs[2], inputs[3]
         assert layer.decay is not None
-        steps = np.logaddexp(0, alpha + layer.dt_bias).reshape(n, c.heads, -1)  # one for each head, or channel
-        decays, beta = np.exp(layer.decay[:, None] * steps), _sigmoid(beta)
+        steps = (alpha + layer.dt_bias).reshape(n, c.heads, -1)  # one for each head, or channel
+        if c.least:
+            decays = np.exp(np.float32(c.least) * _sigmoid(-layer.decay[:, None] * steps))
+        else:
+            decays = np.exp(layer.decay[:, None] * np.logaddexp(0, steps))
+        beta = _sigmoid(beta)
 
         def change(state: np.ndarray, t: int, key: np.ndarray, v: np.ndarray) -> np.ndarray:
             known = np.einsum("hkv,hk->hv", decays[t][:, :, None] * state, key)

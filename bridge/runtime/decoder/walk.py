@@ -11,6 +11,8 @@
 `DecoderConfig` says what a model does beside this, or in its place.
 """
 
+import numpy as np
+
 from bridge.runtime.config.decoder_config import DecoderConfig
 from bridge.runtime.decoder.machine import Machine, Value
 from bridge.runtime.layers.layers import Beside, Experts, Inputs, Laurel, Layer, Streams, Weights
@@ -38,16 +40,21 @@ def walk(m: Machine, weights: Weights, c: DecoderConfig, embedded: Embedded) -> 
         _make_inputs(m, x, inputs, weights.inputs, c)
     streams = None if weights.streams is None else _begin_streams(m, x, weights.streams)
     added: Value | None = None  # to x, with the next norm
+    aside: list[Value] = []
     for index, layer in enumerate(weights.layers):
         if streams is not None and layer.streams is not None:
             m.predict(streams, x, layer.streams)
-        read = m.norm(x, layer.attn_norm, layer.attn_norm_bias, added)
+        read = _read(m, x, aside, layer.attn_score, added, layer.attn_norm, layer.attn_norm_bias)
         if c.graph.renormed:
             x = m.copy(read, "x")
         if index in c.tapped:
             m.copy(x, tap_name(index))
+        if c.puts_aside(index):
+            aside.append(m.copy(x, f"aside {index}"))
         if layer.mixes:
             added = _mix(m, read, layer, index, c)
+        if c.puts_aside(index):
+            x, added = m.copy(added, "x"), None
         if layer.mixes and layer.down is not None:
             if c.graph.parallel:
                 m.add(x, added)
@@ -55,7 +62,7 @@ def walk(m: Machine, weights: Weights, c: DecoderConfig, embedded: Embedded) -> 
                 _add_laurel(m, x, read, added, layer.laurel)
                 read = m.norm(x, layer.ffn_norm)
             else:
-                read = m.norm(x, layer.ffn_norm, layer.ffn_norm_bias, added)
+                read = _read(m, x, aside, layer.ffn_score, added, layer.ffn_norm, layer.ffn_norm_bias)
                 if c.graph.renormed:
                     x = m.copy(read, "x")
         if layer.down is not None:
@@ -65,10 +72,22 @@ def walk(m: Machine, weights: Weights, c: DecoderConfig, embedded: Embedded) -> 
             added = None
     if streams is not None and weights.streams is not None:
         x = _end_streams(m, streams, weights.streams)
-    normed = m.norm(x, weights.output_norm, weights.output_norm_bias, added)
+    normed = _read(m, x, aside, weights.output_score, added, weights.output_norm, weights.output_norm_bias)
     if c.layers in c.tapped:
         m.copy(x, tap_name(c.layers))
     return normed
+
+
+def _read(
+    m: Machine, x: Value, aside: list[Value], score: np.ndarray | None, added: Value | None,
+    norm: np.ndarray | None, bias: np.ndarray | None,
+) -> Value:  # fmt: skip
+    """x += added; then x normalized, or its mixture with the states put aside where a score weighs them."""
+    if score is None:
+        return m.norm(x, norm, bias, added)
+    if added is not None:
+        m.add(x, added)
+    return m.norm(m.blend([*aside, x], score), norm, bias)
 
 
 def tap_name(layer: int) -> str:

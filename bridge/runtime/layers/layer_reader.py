@@ -54,6 +54,8 @@ class LayerReader:
             attn_sub_norm=self._norm("attn_sub_norm", graph.sub_norm, c.heads * c.head_dim),
             ffn_sub_norm=self._norm("ffn_sub_norm", graph.sub_norm, c.inner),
             sinks=self._sinks() if graph.sinks else None,
+            attn_score=self._norm("attn_res_score.weight", c.aside_every > 0),
+            ffn_score=self._norm("ffn_res_score.weight", c.aside_every > 0),
             **(self._mixing() if c.mixes(self.index) else {}),
             **network,
         )
@@ -122,7 +124,8 @@ class LayerReader:
         )  # fmt: skip
         layer.decay, layer.dt_bias = self._folded("ssm_a", c.heads), self._folded("ssm_dt.bias", c.values)
         layer.norm = self._vector("ssm_norm.weight", c.value_dim, True)
-        layer.second = tuple(self._matrix(part, c.values, c.key_dim) for part in ("ssm_f_b", "ssm_g_b"))
+        second = ("ssm_f_b",) if c.full_gate else ("ssm_f_b", "ssm_g_b")
+        layer.second = tuple(self._matrix(part, c.values, c.key_dim) for part in second)
         return layer
 
     def _read_mamba1(self, layer: Recurrent, c: RecurrentConfig) -> None:
@@ -202,6 +205,8 @@ class LayerReader:
         if rank:
             parts["q_a"] = self._matrix("attn_q_a", rank, c.hidden)
             parts["q_a_norm"] = self._vector("attn_q_a_norm.weight", rank, True)
+        if c.graph.gate_matrix and self._has("attn_gate.weight"):
+            parts["head_gate"] = self._matrix("attn_gate", c.heads * latent.value, c.hidden)
         return parts
 
     def _network(self) -> dict[str, Any]:
@@ -248,8 +253,10 @@ class LayerReader:
             if c.graph.shared_mean:
                 experts.shared_gate = np.zeros(c.hidden, np.float32)  # one half; the routed ones' weights are halved
         if c.expert_latent:
-            experts.shorten = self._matrix("ffn_latent_down", c.expert_latent, c.hidden)
-            experts.lengthen = self._matrix("ffn_latent_up", c.hidden, c.expert_latent)
+            name = "ffn_routed" if self._has("ffn_routed_down.weight") else "ffn_latent"
+            experts.shorten = self._matrix(f"{name}_down", c.expert_latent, c.hidden)
+            experts.lengthen = self._matrix(f"{name}_up", c.hidden, c.expert_latent)
+            experts.summed_norm = self._vector("ffn_routed_norm.weight", c.expert_latent)
         return {"down": down, "experts": experts}
 
     def _first_of_shared(self) -> tuple[QuantTensor, QuantTensor | None]:

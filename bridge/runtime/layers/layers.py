@@ -19,7 +19,8 @@ class Experts:
     shared       gate, up and down of the expert that all tokens pass through, and
     shared_gate  float32 [hidden], whose sigmoid weighs it; None: it is added as it is
     shorten      [latent, hidden], which makes the shorter vector that experts other than the shared one read, and
-    lengthen     [hidden, latent], which reads the sum of what they make of it
+    lengthen     [hidden, latent], which reads the sum of what they make of it, normalized by
+    summed_norm  float32 [latent], if there is one
     """
 
     router: np.ndarray
@@ -31,6 +32,7 @@ class Experts:
     shared_gate: np.ndarray | None = None
     shorten: QuantTensor | None = None
     lengthen: QuantTensor | None = None
+    summed_norm: np.ndarray | None = None
 
 
 @record(frozen=False)
@@ -100,7 +102,7 @@ class Recurrent:
     decay        negative: -exp(A_log); Mamba's as its states are, [values / 16, key_dim, 16]
     skip         D of Mamba and Mamba-2
     second       Mamba's matrices that make steps, keys and queries of what is convolved, and steps of a shorter vector;
-                 KDA's that make steps, and the output's gate, of a shorter vector each
+                 KDA's that make steps, and the output's gate unless one matrix does, of a shorter vector each
     norms        of that vector, and of keys and queries
     """
 
@@ -127,6 +129,7 @@ class Layer:
 
     latent_k, latent_v  of each head, [heads, rank, plain] and [heads, value, rank], floats: cpu/ops/latent_attention.py
     sinks               float32 [heads], scores of no position
+    attn_score, ffn_score  float32 [hidden], by which attention and network mix the states that they read: machine.py
     """
 
     attn_norm: np.ndarray | None
@@ -155,6 +158,8 @@ class Layer:
     attn_norm_bias: np.ndarray | None = None
     ffn_norm_bias: np.ndarray | None = None
     sinks: np.ndarray | None = None
+    attn_score: np.ndarray | None = None
+    ffn_score: np.ndarray | None = None
     q_a: QuantTensor | None = None
     q_a_norm: np.ndarray | None = None
     latent_k: QuantTensor | None = None
@@ -217,6 +222,7 @@ class Weights:
     embedding_norm: np.ndarray | None = None
     embedding_norm_bias: np.ndarray | None = None
     pairs: Pairs | None = None  # where tokens come with states
+    output_score: np.ndarray | None = None  # as `Layer.attn_score`, of what the output matrix reads
 
     def factors(self, context: int, original: int) -> np.ndarray | None:
         """What frequencies are divided by in a context; LongRoPE's differ beyond the original one."""

@@ -59,6 +59,7 @@ def read_shared(file: GGUFFile, config: DecoderConfig) -> Weights:
         embedding_norm=embedding_norm, embedding_norm_bias=embedding_norm_bias,
         inputs=_inputs(file, config, vocab) if config.each_input else None,
         streams=_streams(file, config) if config.streams else None, positions=positions,
+        output_score=vector(file, "output_res_score.weight", config.hidden, True) if config.aside_every else None,
     )  # fmt: skip
 
 

@@ -4,6 +4,10 @@
     predict  s_b <- s_b + sum over a of (W_predict m)[4b + a] s_a     the layer then goes on with s_0
     correct  s_b <- s_b + (1 + (W_correct m)[b]) (y - s_0)            y: what it became, of which m is made anew
 
+States that are mixed by their scores, as Kimi K3 mixes those put aside with the one that goes on:
+
+    blend    sum over i of softmax(g)_i s_i         g_i: the sum of s_i / rms(s_i) * weight
+
 C functions as those of decoder_ops.py. A layer's arguments are a block of int64 words, named below; streams and states
 are float32 [tokens, hidden].
 """
@@ -14,12 +18,14 @@ from typing import Any
 
 import numpy as np
 
-from bridge.runtime.cpu.ops.decoder_ops import square_sum
+from bridge.runtime.cpu.engines.floats import dot_function
+from bridge.runtime.cpu.ops.decoder_ops import exp, square_sum
 from bridge.system.kernels.jit import CFunction, c_function, inner, maker
-from bridge.system.kernels.memory import array_at, array_on_stack, floats
+from bridge.system.kernels.memory import allocate, array_at, array_on_stack, floats, free
 
 STREAMS = 4
 _LEAST = 1e-5  # of the mean square that lengths are divided by
+_dot: Any = dot_function("F32")
 
 # words of a layer's block: addresses of the first stream and those of the others, of the state, of what `correct`
 # makes of it, of weights; then a size, and the bits of a float64
@@ -104,7 +110,35 @@ def _as_long(y, x, hidden, _0, _1, _2, _3, first, last):
             values[i] *= factor
 
 
-FUNCTIONS: dict[str, Any] = {"predict": _predict, "correct": _correct, "as_long": _as_long}
+def _blend(states, count, weight, out, hidden, eps, _0, first, last):
+    """out[t]: the mixture of the rows t of `count` states, of which `states` has the addresses. eps: the bits of a
+    float64."""
+    e = np.int64(eps).view(np.float64)
+    rows = array_at(states, count, np.int64)
+    memory = allocate(4 * count)
+    shares = floats(memory, count)
+    for t in range(first, last):
+        top = np.float32(-np.inf)
+        for i in range(count):
+            row = rows[i] + 4 * hidden * t
+            size = np.float32(1.0 / np.sqrt(square_sum(floats(row, hidden)) / hidden + e))
+            shares[i] = size * _dot(row, weight, hidden)
+            top = max(top, shares[i])
+        total = np.float32(0)
+        for i in range(count):
+            shares[i] = exp(shares[i] - top)
+            total += shares[i]
+        y = floats(out + 4 * hidden * t, hidden)
+        for j in range(hidden):
+            y[j] = 0
+        for i in range(count):
+            values, share = floats(rows[i] + 4 * hidden * t, hidden), shares[i] / total
+            for j in range(hidden):
+                y[j] += share * values[j]
+    free(memory)
+
+
+FUNCTIONS: dict[str, Any] = {"predict": _predict, "correct": _correct, "as_long": _as_long, "blend": _blend}
 
 
 @maker
