@@ -65,6 +65,54 @@ def test_the_change_follows_rows_that_the_gguf_has_in_another_order(tmp_path: Pa
     np.testing.assert_allclose(second, first, atol=1e-6)
 
 
+@pytest.mark.parametrize("type", ["Q8_0", "Q4_K", "IQ4_XS"])
+def test_only_rows_of_tokens_that_an_adapter_has_are_rounded_again(type: str, tmp_path: Path) -> None:
+    """Those of K-quants and IQ4_XS would lose a little each time."""
+    base, out, table = tmp_path / "base.gguf", tmp_path / "out.gguf", "token_embd.weight"
+    bridge.convert(CHECKPOINT, base, tensor_types=[("token_embd", type)])
+    rows = np.random.default_rng(0).normal(0, 0.1, (3, 256)).astype(np.float32)
+    adapter = write_adapter(
+        tmp_path / "adapter", {"model.embed_tokens.token_adapter.trainable_tokens_delta": rows},
+        trainable_token_indices=[9, 3, 2047], ensure_weight_tying=True,
+    )  # fmt: skip
+    report = bridge.convert(base, out, merge=adapter)
+    old, new = (read_gguf(path).tensors[table] for path in (base, out))
+    assert (new.type, new.shape) == (type, old.shape)
+    before, after = (stored.raw.reshape(len(values(base, table)), -1) for stored in (old, new))
+    assert np.flatnonzero((before != after).any(1)).tolist() == [3, 9, 2047]
+    expected = values(base, table)
+    expected[[9, 3, 2047]] = rows
+    difference = np.square(values(out, table) - expected)
+    assert np.square(rows).sum() * 1e-2 > difference.sum() > 0
+    stated = next(t for t in report.tensors if t.name == table)
+    assert stated.fidelity is not None
+    assert stated.fidelity.nmse == pytest.approx(difference.sum() / np.square(expected).sum(), rel=1e-3)
+    assert not any("for a smaller file" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("changed", [[0], [2], [1, 2]])
+def test_experts_that_an_adapter_does_not_change_keep_their_bytes(changed: list[int], tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    experts = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True}
+    model = save_model(tmp_path / "model", "Qwen3MoeConfig", num_hidden_layers=1, head_dim=32, **experts)
+    base, out, part = tmp_path / "base.gguf", tmp_path / "out.gguf", "model.layers.0.mlp.experts"
+    bridge.convert(model, base, type="Q4_K")
+    shape = values(base, "blk.0.ffn_up_exps.weight").shape[1:]
+    adapter = write_adapter(
+        tmp_path / "adapter", low_rank({f"{part}.{number}.up_proj": (shape[0], shape[1]) for number in changed})
+    )
+    bridge.convert(base, out, merge=adapter, config=model)
+    old, new = read_gguf(base).tensors, read_gguf(out).tensors
+    for name, stored in old.items():
+        assert new[name].type == stored.type
+        if "ffn_up_exps" in name:
+            same = (stored.raw.reshape(3, -1) == new[name].raw.reshape(3, -1)).all(1)
+            assert np.flatnonzero(~same).tolist() == changed
+        else:
+            assert np.array_equal(stored.raw, new[name].raw), name
+
+
 def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
     bridge.convert(CHECKPOINT, tmp_path / "base.gguf", type="Q4_0")
     adapter = write_adapter(tmp_path / "adapter", low_rank({Q: (256, 128)}))

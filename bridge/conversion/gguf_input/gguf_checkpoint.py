@@ -6,6 +6,7 @@ model in transformers: for that, tensors have the names and rows of the family's
 are made of the metadata (`gguf_config`).
 """
 
+import math
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -97,6 +98,13 @@ class GgufCheckpoint(Checkpoint):
         if not _is_finite(type, data):
             raise not_finite(stored.file, name)
         return data
+
+    def blocks(self, name: str, type: str, shape: tuple[int, ...]) -> np.ndarray | None:
+        """uint8 [rows, row bytes] of a tensor, by its GGUF name; None if its type or shape differs. Thread-safe."""
+        stored = self._model.tensors.get(name)
+        if stored is None or (stored.type, stored.shape) != (type, shape):
+            return None
+        return stored.raw.reshape(math.prod(shape[:-1]), -1)
 
     def close(self) -> None:
         """Remove config and tokenizer if they were made."""

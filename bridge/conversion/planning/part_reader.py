@@ -136,6 +136,12 @@ class PartReader:
             return None
         return self.ckpt.copied(tensor.name, tensor.type, tensor.shape)
 
+    def blocks_of(self, tensor: PlannedTensor) -> np.ndarray | None:
+        """uint8 [rows, row bytes] of a GGUF's tensor that has its type already; None for all others."""
+        if not isinstance(self.ckpt, GgufCheckpoint):
+            return None
+        return self.ckpt.blocks(tensor.name, tensor.type, tensor.shape)
+
     def floats(self, part: Part) -> Iterator[np.ndarray]:
         """A float part's rows as the GGUF has them, in chunks of float32."""
         start = 0

@@ -25,7 +25,7 @@ carried      its integer codes become the GGUF's
 requantized  its codes are made floats, and these are quantized to another grid or stored
 calibrated   it is quantized with the Hessians of a text
 rounded      it came as floats, which are quantized to nearest
-as it came   it came as floats and is stored as floats
+as it came   it came as floats and is stored as floats, or in the blocks that a GGUF has it in
 """
 QUANTIZED = ("requantized", "calibrated", "rounded")  # neither the codes nor the floats that came
 

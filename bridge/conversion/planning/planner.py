@@ -75,7 +75,7 @@ def make_plan(
         )
     notes += newer_notes(tensors, options)
     hows = {how for t in tensors for how in t.how} - {"as it came"}
-    if options.promises_closeness and calibration is None and hows == {"rounded"}:
+    if options.promises_closeness and calibration is None and hows == {"rounded"} and not planner.keeps_types:
         notes.append(
             "all weights came as floats and become Q8_0; for a smaller file, give a text to `gguf-bridge quantize`, or "
             f"{parameter('type', 'Q4_K_M')}"
@@ -136,6 +136,7 @@ class Planner:
 
     model        the outline or plan whose metadata and tensors describe the model
     calibration  see `make_plan`
+    keeps_types  whether tensors keep their types: those of a quantized GGUF, where none is asked for
     """
 
     ckpt: Checkpoint
@@ -152,9 +153,8 @@ class Planner:
         self._gqa = heads // max(1, number(metadata, "attention.head_count_kv", heads))
         self._experts = number(metadata, "expert_count")
         self._tied = tied(self.model.tensors)
-        # without a type, a quantized GGUF is copied
         gguf = isinstance(self.ckpt, GgufCheckpoint) and self.ckpt.quantized
-        self._keeps_types = gguf and self.options.type in ("auto", "exact")
+        self.keeps_types = gguf and self.options.type in ("auto", "exact")
 
     def each(
         self, work: Callable[[AnyTensor], PlannedTensor], tensors: Sequence[AnyTensor], progress: Progress | None = None
@@ -214,7 +214,7 @@ class Planner:
         """Whether the tensor's type was chosen by the error it adds, and not by the user or the model's family."""
         place = self._place(tensor)
         asked = self.options.explicit(place.name, place.kind, place.tied) or self.options.actorder_type
-        free = asked is None and not self._keeps_types
+        free = asked is None and not self.keeps_types
         return tensor.quantizable and self.options.type in ("auto", "exact") and free
 
     def retyped(self, plan: Plan, types: Mapping[str, tuple[str, str]]) -> Plan:
@@ -309,13 +309,12 @@ class Planner:
         place = self._place(tensor)
         coded = [part for part in tensor.parts if self.reader.coded(part)]
         if not coded:
-            stored = self.reader.stored_as(tensor.parts[0])
-            if self._keeps_types and self.options.explicit(place.name, place.kind, place.tied) is None:
-                if tensor.parts[0].source in self.ckpt.merged:
+            if self.keeps_types and self.options.explicit(place.name, place.kind, place.tied) is None:
+                if any(part.source in self.ckpt.merged for part in tensor.parts):
                     stored_type = self.ckpt.store.tensors[tensor.parts[0].source].dtype
                     merged = stored_type if stored_type in (*WRITTEN, *FLOAT_TYPES) else "Q8_0"
                     return Choice(merged, "merged with the adapter"), None
-                return Choice(stored, "as it is"), None
+                return Choice(self.reader.stored_as(tensor.parts[0]), "as it is"), None
             calibrated, imatrix = self.calibration is not None, bool(self.importance.by_name)
             wanted = self.options.wanted(place, as_codes=False, calibrated=calibrated, imatrix=imatrix)
             return Choice(str(wanted.type), "came as floats"), wanted.unmet

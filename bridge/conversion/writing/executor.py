@@ -33,6 +33,7 @@ from bridge.encode.rounding.round_rows import quantize_rows
 from bridge.encode.type_choice import carry_or_requantize, exact_type
 from bridge.errors import parameter
 from bridge.models.outline import Part
+from bridge.runtime.cpu.engines import dequantize
 from bridge.system.cpu.cpus import usable_cpus
 from bridge.system.cpu.row_threads import slices
 from bridge.system.storage.filed_array import FiledArray
@@ -110,6 +111,7 @@ class Executor:
     def _as_blocks(self, tensor: PlannedTensor, block: BlockType) -> tuple[np.ndarray, Outcome]:
         """A tensor's parts in a block type."""
         rows = math.prod(tensor.shape[:-1])
+        blocks_before = self.reader.blocks_of(tensor)
         data: np.ndarray | None = None  # of a stack, or of floats; else a single part's blocks are the result
         if len(tensor.parts) > 1 or tensor.how == ("rounded",):
             data = self._array((rows, row_bytes(block, tensor.shape[-1])), np.dtype(np.uint8))
@@ -121,13 +123,14 @@ class Executor:
         row = 0
         for number, (part, how) in enumerate(zip(tensor.parts, tensor.how, strict=True)):
             importance = self.importance.of(tensor, number)
-            if how == "rounded":
+            if how in ("rounded", "as it came"):
                 assert data is not None
-                count = part.shape[0] if len(part.shape) > 1 else 1
-                rounded = self._rounded(part, block, importance, data[row : row + count])
+                span = slice(row, row + (part.shape[0] if len(part.shape) > 1 else 1))
+                kept = None if blocks_before is None else blocks_before[span]
+                rounded = self._rounded(part, block, importance, data[span], kept)
                 floats += rounded
                 zeros += rounded.signal == 0
-                row += count
+                row = span.stop
                 continue
             if how == "calibrated":
                 blocks, fidelity = self._calibrated(part)
@@ -153,7 +156,7 @@ class Executor:
         notes += report.zero_notes(tensor, zeros)
         if hows == {"calibrated"}:
             return data, Outcome(report.CALIBRATED, coded, notes=notes)
-        if hows == {"rounded"}:
+        if hows <= {"rounded", "as it came"}:
             return data, Outcome(report.FLOAT, floats, notes=notes, stored=self.reader.stored_as(tensor.parts[0]))
         notes += report.lost_codes(tensor.name, reasons, coded)
         smaller = next(iter(exact), None) if coded.error else None
@@ -172,16 +175,25 @@ class Executor:
         with disk_errors(self.output, "a large tensor", "output"):
             return FiledArray.create(self.output.parent, shape, dtype)
 
-    def _rounded(self, part: Part, block: BlockType, importance: np.ndarray | None, data: np.ndarray) -> Fidelity:
+    def _rounded(
+        self, part: Part, block: BlockType, importance: np.ndarray | None, data: np.ndarray, before: np.ndarray | None
+    ) -> Fidelity:
         """Quantize a part of floats into `data`, uint8 [rows, row bytes]. Rows are divided among several threads:
-        embeddings and head are the largest tensors, and the first and the last, when no others are at work."""
+        embeddings and head are the largest tensors, and the first and the last, when no others are at work.
+
+        before  its blocks in the GGUF that it comes from: rows whose values they are keep them
+        """
         total = Fidelity(0, 0.0, 0.0, 0.0, 0)
         row = 0
         for x in self.reader.floats(part):
             out = data[row : row + len(x)]
-            spans = slices(len(x), self.threads or usable_cpus())
-            done = list(self._rows.map(lambda r, x=x, out=out: quantize_rows(x[r], block, importance, out[r]), spans))
-            total += Fidelity(x.size, sum(p.error for p in done), sum(p.signal for p in done), 0.0, 0)
+            old = None if before is None else before[row : row + len(x)]
+
+            def encode(rows: slice, x: np.ndarray = x, out: np.ndarray = out, old: np.ndarray | None = old) -> Fidelity:
+                return _encoded(x[rows], block, importance, out[rows], None if old is None else old[rows])
+
+            for fidelity in self._rows.map(encode, slices(len(x), self.threads or usable_cpus())):
+                total += fidelity
             row += len(x)
             if isinstance(data, FiledArray):
                 data.release()
@@ -248,6 +260,20 @@ class Executor:
         if coded.error:
             notes += report.lost_codes(tensor.name, [f"stored as {tensor.type}"], coded)
         return data, Outcome(report.REQUANTIZED, coded, notes=notes, stored=stored)
+
+
+def _encoded(
+    x: np.ndarray, block: BlockType, importance: np.ndarray | None, out: np.ndarray, before: np.ndarray | None
+) -> Fidelity:
+    """Quantize rows into `out`, but for those whose values are those of their blocks `before`, which are kept."""
+    if before is None:
+        rounded = quantize_rows(x, block, importance, out)
+        return Fidelity(x.size, rounded.error, rounded.signal, 0.0, 0)
+    changed = np.flatnonzero((dequantize.rows(block.name, before) != x).any(1))
+    out[:] = before
+    rounded = quantize_rows(x[changed], block, importance)
+    out[changed] = rounded.data
+    return Fidelity(x.size, rounded.error, float(np.square(x, dtype=np.float64).sum()), 0.0, 0)
 
 
 def _underflow(x: np.ndarray, halves: np.ndarray) -> Fidelity:
