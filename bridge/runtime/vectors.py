@@ -101,10 +101,11 @@ class Vectors(ABC):
             scores.append(self.ranker.score(pooler.vector(normalize=False)))
         return np.array(scores, np.float32)
 
-    def check_continues(self) -> None:
-        """Raise BridgeError for an encoder."""
+    def check_continues(self, option: str | None = None) -> None:
+        """Raise BridgeError for an encoder; `option`: what was given that is of continuations alone."""
         if not self.config.causal:
+            makes = "it makes vectors (embed) or, with a head for it, scores documents (rerank)"
             raise BridgeError(
-                f"{self.path}: {self.config.arch} is an encoder, which cannot continue a text; it makes vectors "
-                "(embed) or, with a head for it, scores documents (rerank)"
+                f"{self.path}: {self.config.arch} is an encoder, which cannot continue a text; "
+                f"{makes if option is None else f'leave out {parameter(option)}'}"
             )

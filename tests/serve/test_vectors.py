@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,13 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 import bridge
+from bridge.cli import main
+from bridge.errors import BridgeError
 from bridge.runtime.model import Model
+from bridge.runtime.replies.speculation import check_draft_model
 from tests.models.test_encoders import DOCUMENTS, QUERY, converted
 from tests.serve.conftest import client_of
+from tests.support.command_line import one_line
 from tests.support.encoder_models import ENCODERS, RERANKERS, TEXTS, new_encoder
 
 
@@ -65,6 +70,22 @@ def test_a_text_longer_than_a_part_of_a_prompt_attends_to_all_of_itself(client: 
     assert len(encoder.tokenizer.encode(text)) > 128
     (vector,) = vectors_of(client.post("/v1/embeddings", json={"input": text}))
     np.testing.assert_allclose(vector, encoder.embed(text)[0], atol=1e-5)
+
+
+@pytest.mark.parametrize("option", [("--draft", "ngram"), ("--draft", "mtp"), ("--temp", "0.5"), ("--top-k", "5")])
+def test_options_of_replies_are_refused_for_an_encoder(
+    option: tuple[str, str], encoder: Model, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", str(encoder.path), "--port", "0", *option]) == 2
+    said = one_line(capsys.readouterr().err)
+    assert said == f"error: {encoder.path}: bert is an encoder, which cannot continue a text; leave out {option[0]}\n"
+
+
+def test_an_encoder_neither_takes_guesses_nor_makes_them(encoder: Model) -> None:
+    with pytest.raises(BridgeError, match=r"is an encoder, which cannot continue a text; leave out draft"):
+        encoder.batch(draft="ngram")
+    with pytest.raises(BridgeError, match=r"is an encoder, which cannot continue a text; it makes vectors"):
+        check_draft_model(SimpleNamespace(tokenizer=encoder.tokenizer), encoder)
 
 
 def test_replies_of_an_encoder_are_refused(client: Any) -> None:

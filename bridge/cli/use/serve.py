@@ -91,6 +91,8 @@ def run(a: argparse.Namespace) -> int:
         warnings.warn(f"--host {a.host}: whoever reaches this machine can use the model; --api-key asks for a key",
                       BridgeWarning, stacklevel=1)  # fmt: skip
     with bound(a.host, a.port) as listening, load(a, gguf_of(a), a.context, a.lora) as model:
+        for name in sampling if a.draft is None else ("draft", *sampling):
+            model.check_continues(name)
         say("preparing the weights")
         model.prepare()
         limits = Limits(a.sequences, a.waiting, a.body << 20, key, local, a.pooling, sampling, draft_of(a.draft))

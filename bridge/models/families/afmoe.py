@@ -9,6 +9,7 @@ from bridge.errors import BridgeError
 from bridge.models.config.arguments import Arguments
 from bridge.models.config.gguf_keys import Computed, Constant, Key, StoredKeys
 from bridge.models.config.model_config import Config
+from bridge.models.families.mixtures import LEADING, router_bias
 from bridge.models.families.windows import window_config, window_layers, window_rule
 from bridge.models.family import (
     EXPERTS,
@@ -67,7 +68,7 @@ AFMOE = Family(
         Computed(_metadata, _config), Constant("expert_gating_func", 2),
         Constant("expert_weights_norm", True), Key("expert_weights_scale", "route_scale", 1.0),
         Key("expert_shared_count", "num_shared_experts", size="shared_experts", missing=0),
-        Computed(lambda _config, args: {"leading_dense_block_count": args.leading}),
+        LEADING,
     ),
     table=decoder(
         Row("input_layernorm", "hidden"),
@@ -79,7 +80,7 @@ AFMOE = Family(
             gated_mlp("mlp", "inner"),
             Row("mlp.router.gate", "experts hidden", floats="F32"),
             *EXPERTS[1:],
-            Row("mlp.expert_bias", "experts", exact=True, name="exp_probs_b.bias"),
+            router_bias("mlp.expert_bias"),
             *(Row(row.source, row.shape, columns_of=row.columns_of, when=_has_shared)
               for row in gated_mlp("mlp.shared_experts", "shared")),
         ),

@@ -6,14 +6,16 @@ groups.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
 from bridge.errors import BridgeError
 from bridge.models.config.arguments import Arguments
-from bridge.models.config.gguf_keys import Computed, Constant, Key
+from bridge.models.config.gguf_keys import Constant, Key
 from bridge.models.config.model_config import Config
 from bridge.models.config.rope import interleaved_rows
+from bridge.models.families.mixtures import LEADING, router_bias
 from bridge.models.family import EXPERTS, SILU, Expected, Family, Row, decoder, gated_mlp, networks
 from bridge.models.outline import Part
 from bridge.models.prediction import prediction, predicts
@@ -100,7 +102,7 @@ BAILING_MOE2 = Family(
     ),
     sizes=_sizes2,
     metadata=(
-        Computed(lambda _config, args: {"leading_dense_block_count": args.leading}),
+        LEADING,
         Key("expert_shared_feed_forward_length", "moe_shared_expert_intermediate_size", size="shared"),
         Constant("expert_shared_count", 1), Constant("expert_gating_func", 2),  # sigmoid
         Key("expert_weights_scale", "routed_scaling_factor", 1.0), Key("expert_weights_norm", "norm_topk_prob", True),
@@ -118,7 +120,7 @@ BAILING_MOE2 = Family(
         *networks(
             gated_mlp("mlp", "inner"),
             *EXPERTS,
-            Row("mlp.gate.expert_bias", "experts", exact=True, name="exp_probs_b.bias", optional=True),
+            replace(router_bias("mlp.gate.expert_bias"), optional=True),
             *gated_mlp("mlp.shared_experts", "shared"),
         ),
         *prediction(),

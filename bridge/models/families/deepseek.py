@@ -20,7 +20,7 @@ from bridge.models.config.arguments import Arguments
 from bridge.models.config.gguf_keys import Computed, Constant, Key, StoredKeys
 from bridge.models.config.model_config import Config
 from bridge.models.config.rope import rope_rules, yarn_betas
-from bridge.models.families.mixtures import router_bias
+from bridge.models.families.mixtures import LEADING, router_bias
 from bridge.models.family import EXPERTS, NO_BIASES, SILU, Expected, Family, Row, decoder, gated_mlp, networks, required
 from bridge.models.outline import Part
 from bridge.models.prediction import prediction
@@ -116,7 +116,7 @@ _ATTENTION = (
 )
 LATENT = (
     *_ATTENTION,
-    Computed(lambda _config, args: {"leading_dense_block_count": args.leading}),
+    LEADING,
     Key("expert_shared_count", "n_shared_experts", size="shared_experts"),
     Key("expert_weights_scale", "routed_scaling_factor", 1.0),
     Key("expert_weights_norm", "norm_topk_prob", False, optional=True),

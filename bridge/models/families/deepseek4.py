@@ -8,6 +8,7 @@ Names are those of transformers' modules; the published ones, layers.0.attn.wq_a
 with "model." before, and kv_norm as norm.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from bridge.errors import BridgeError
@@ -15,6 +16,7 @@ from bridge.models.config.arguments import Arguments
 from bridge.models.config.gguf_keys import Computed, Constant, Key, StoredKeys
 from bridge.models.config.model_config import Config
 from bridge.models.config.rope import yarn_betas
+from bridge.models.families.mixtures import router_bias
 from bridge.models.family import SILU, Expected, Family, Row, decoder, other_layers
 
 RATIOS = (0, 4, 128)  # tokens that become one; 0: none do
@@ -190,10 +192,7 @@ DEEPSEEK4 = Family(
                 "ffn_gate_tid2eid", "vocab chosen", "mlp.gate.tid2eid", "ffn.gate.tid2eid", exact=True, floats="I32",
                 layers=_hash,
             ),
-            Row(
-                "mlp.gate.e_score_correction_bias", "experts", ("ffn.gate.bias",), exact=True,
-                name="exp_probs_b.bias", layers=other_layers(_hash),
-            ),
+            replace(router_bias("mlp.gate.e_score_correction_bias", "ffn.gate.bias"), layers=other_layers(_hash)),
             *_expert("gate", "expert hidden", "gate_proj", "w1", "gate_up_proj[0/2]"),
             *_expert("up", "expert hidden", "up_proj", "w3", "gate_up_proj[1/2]"),
             *_expert("down", "hidden expert", "down_proj", "w2", "down_proj"),

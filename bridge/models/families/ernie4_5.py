@@ -11,7 +11,8 @@ from bridge.errors import BridgeError
 from bridge.models.config.arguments import Arguments
 from bridge.models.config.gguf_keys import Computed, Constant, Key
 from bridge.models.config.model_config import Config
-from bridge.models.family import EXPERTS, SILU, Expected, Family, Row, decoder, gated_mlp, networks, pre_norm_attention
+from bridge.models.families.mixtures import router_bias
+from bridge.models.family import EXPERTS, SILU, Expected, Family, decoder, gated_mlp, networks, pre_norm_attention
 
 _UNKNOWN = "llama.cpp's converter knows no such model"
 _ATTENTION = pre_norm_attention()
@@ -68,10 +69,7 @@ ERNIE4_5_MOE = replace(
         *networks(
             gated_mlp("mlp", "inner"),
             *EXPERTS,
-            Row(
-                "mlp.moe_statics.e_score_correction_bias", "experts", exact=True, name="exp_probs_b.bias",
-                change="squeezed",
-            ),
+            replace(router_bias("mlp.moe_statics.e_score_correction_bias"), change="squeezed"),
             *(replace(row, when=_has_shared) for row in gated_mlp("mlp.shared_experts", "shared")),
         ),
     ),

@@ -60,7 +60,7 @@ EXAONE_MOE = Family(
         *pre_norm_attention(Row("self_attn.q_norm", "head"), Row("self_attn.k_norm", "head")),
         *in_layers(other_layers(has_experts), *gated_mlp("mlp", "inner")),
         *in_layers(
-            has_experts, *EXPERTS, router_bias("mlp.e_score_correction_bias"),
+            has_experts, *EXPERTS, router_bias("mlp.e_score_correction_bias", "mlp.gate.e_score_correction_bias"),
             *gated_mlp("mlp.shared_experts", "shared"),
         ),
         *prediction(),

@@ -11,6 +11,7 @@ from bridge.errors import BridgeError
 from bridge.models.config.arguments import Arguments
 from bridge.models.config.gguf_keys import ATTENTION_BIAS, Computed, Constant, Entry, Key, Present
 from bridge.models.config.model_config import Config
+from bridge.models.families.mixtures import router_bias
 from bridge.models.families.qwen import rope_sections
 from bridge.models.family import (
     EXPERTS,
@@ -85,7 +86,7 @@ GLM4_MOE = Family(
         *networks(
             gated_mlp("mlp", "inner"),
             *EXPERTS,
-            Row("mlp.gate.e_score_correction_bias", "experts", exact=True, name="exp_probs_b.bias"),
+            router_bias("mlp.gate.e_score_correction_bias"),
             *gated_mlp("mlp.shared_experts", "shared"),
         ),
         *prediction(),

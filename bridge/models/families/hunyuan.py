@@ -15,7 +15,7 @@ from bridge.models.config.arguments import Arguments
 from bridge.models.config.gguf_keys import Computed, Constant, Key, StoredKeys
 from bridge.models.config.model_config import Config
 from bridge.models.config.rope import rope_number, rope_rules
-from bridge.models.families.mixtures import LAYER_KINDS, router_bias, shared_width
+from bridge.models.families.mixtures import LAYER_KINDS, LEADING, router_bias, shared_width
 from bridge.models.family import (
     EXPERTS,
     NO_BIASES,
@@ -85,9 +85,7 @@ def _shared_count(stored: StoredKeys) -> dict[str, Any]:
 
 
 # as it is published, and as transformers has it in memory; the bias without ".bias", as llama.cpp wants it here
-_CHOICE = replace(
-    router_bias("mlp.expert_bias"), also=("mlp.e_score_correction_bias",), name="exp_probs_b", optional=True
-)
+_CHOICE = replace(router_bias("mlp.expert_bias", "mlp.e_score_correction_bias"), name="exp_probs_b", optional=True)
 _SHARED = (
     replace(row, also=(row.source.replace("shared_mlp", "shared_experts"),))
     for row in gated_mlp("mlp.shared_mlp", "shared")
@@ -102,7 +100,7 @@ HY3 = Family(
     expects=(SILU, NO_BIASES),
     sizes=shared_width("num_shared_experts"),
     metadata=(
-        Computed(lambda _config, args: {"leading_dense_block_count": args.leading}),
+        LEADING,
         Key("expert_shared_feed_forward_length", size="shared"), Key("expert_weights_norm", "route_norm", True),
         Key("expert_weights_scale", "router_scaling_factor", 2.826, missing=1.0), Constant("expert_gating_func", 2),
         Computed(config=_shared_count), LAYER_KINDS,

@@ -22,6 +22,7 @@ from bridge.models.config.arguments import Arguments
 from bridge.models.config.gguf_keys import Computed, Key, StoredKeys
 from bridge.models.config.model_config import Config
 from bridge.models.families.deepseek import LATENT_ATTENTION
+from bridge.models.families.mixtures import router_bias
 from bridge.models.family import (
     SILU,
     Expected,
@@ -197,7 +198,7 @@ def experts(expert: str = "expert hidden") -> tuple[Row, ...]:
     return (
         Row(f"{_MOE}.gate", "experts hidden", ("mlp.gate",), floats="F32", name="ffn_gate_inp.weight"),
         *routed,
-        Row(f"{_MOE}.{bias}", "experts", (f"mlp.{bias}",), exact=True, name="exp_probs_b.bias"),
+        router_bias(f"{_MOE}.{bias}", f"mlp.{bias}"),
         *shared,
     )
 

@@ -132,7 +132,7 @@ LAGUNA = Family(
         *networks(
             gated_mlp("mlp", "inner"),
             *EXPERTS,
-            router_bias("mlp.experts.e_score_correction_bias"),
+            router_bias("mlp.experts.e_score_correction_bias", "mlp.gate.e_score_correction_bias"),
             *(
                 replace(row, also=(row.source.replace("shared_expert", "shared_experts"),))
                 for row in gated_mlp("mlp.shared_expert", "shared")

@@ -10,6 +10,7 @@ from typing import Any
 from bridge.models.config.arguments import Arguments
 from bridge.models.config.gguf_keys import Computed, Constant, Key, StoredKeys
 from bridge.models.config.model_config import Config
+from bridge.models.families.mixtures import router_bias
 from bridge.models.family import Expected, Family, Row, decoder, in_layers, networks, stacked
 
 
@@ -101,7 +102,7 @@ LFM2_MOE = replace(
                 replace(row, name=f"ffn_{part}_exps.weight")
                 for row, part in zip(_network("feed_forward.experts.*", "expert"), ("gate", "up", "down"), strict=True)
             )),
-            Row("feed_forward.expert_bias", "experts", exact=True, name="exp_probs_b.bias"),
+            router_bias("feed_forward.expert_bias"),
         ),
         norm=_NORM,
     ),

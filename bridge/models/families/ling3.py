@@ -18,6 +18,7 @@ from bridge.models.config.gguf_keys import Computed, Constant, Key, StoredKeys
 from bridge.models.config.model_config import Config
 from bridge.models.config.rope import rope_rules
 from bridge.models.families.deepseek import LATENT_ATTENTION, latent_rules, latent_sizes
+from bridge.models.families.mixtures import router_bias
 from bridge.models.family import (
     EXPERTS,
     NO_BIASES,
@@ -236,10 +237,7 @@ LING3 = Family(
         *networks(
             gated_mlp("mlp", "inner"),
             *EXPERTS,
-            Row(
-                "mlp.gate.expert_bias", "experts", ("mlp.gate.e_score_correction_bias",), exact=True,
-                name="exp_probs_b.bias",
-            ),
+            router_bias("mlp.gate.expert_bias", "mlp.gate.e_score_correction_bias"),
             *gated_mlp("mlp.shared_experts", "shared"),
         ),
         *in_layers(

@@ -28,7 +28,7 @@ from bridge.models.family import (
     pre_norm_attention,
 )
 
-_ROUTER_BIAS = router_bias("block_sparse_moe.e_score_correction_bias")
+_ROUTER_BIAS = router_bias("block_sparse_moe.e_score_correction_bias", "mlp.gate.e_score_correction_bias")
 
 
 def _m2_config(stored: StoredKeys) -> dict[str, Any]:

@@ -9,9 +9,9 @@ from bridge.models.config.model_config import Config
 from bridge.models.family import Row
 
 
-def router_bias(source: str) -> Row:
-    """What is added to the router's scores to choose experts, by its published name."""
-    return Row(source, "experts", ("mlp.gate.e_score_correction_bias",), exact=True, name="exp_probs_b.bias")
+def router_bias(source: str, *also: str) -> Row:
+    """What is added to the router's scores to choose experts; `also`: other names of it."""
+    return Row(source, "experts", also, exact=True, name="exp_probs_b.bias")
 
 
 def has_experts(args: Arguments, layer: int) -> bool:
@@ -34,4 +34,5 @@ def layer_kinds(stored: StoredKeys) -> dict[str, Any]:
     return {"mlp_layer_types": dense * ["dense"] + (stored.values["num_hidden_layers"] - dense) * ["sparse"]}
 
 
+LEADING = Computed(lambda _config, args: {"leading_dense_block_count": args.leading})
 LAYER_KINDS = Computed(config=layer_kinds)  # in config.json; `Arguments.leading` is read from them

@@ -12,6 +12,7 @@ from bridge.models.config.arguments import Arguments
 from bridge.models.config.gguf_keys import Computed, Constant, Key, StoredKeys
 from bridge.models.config.model_config import Config
 from bridge.models.families.mamba2 import mamba2, mamba2_keys, mamba2_sizes
+from bridge.models.families.mixtures import router_bias
 from bridge.models.family import NO_BIASES, Expected, Family, LayerRule, Row, decoder, in_layers, stacked
 from bridge.models.prediction import prediction, predicts
 
@@ -129,7 +130,7 @@ NEMOTRON_H_MOE = replace(
     table=_table(
         "experts",
         Row("mixer.gate", "experts hidden", floats="F32"),
-        Row("mixer.gate.e_score_correction_bias", "experts", exact=True, name="exp_probs_b.bias"),
+        router_bias("mixer.gate.e_score_correction_bias"),
         _latent("fc1_latent_proj", "latent hidden", "down"),
         *stacked("mixer.experts", *(
             replace(row, name=f"ffn_{part}_exps.weight")

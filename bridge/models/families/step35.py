@@ -231,7 +231,7 @@ STEP35 = Family(
         *in_layers(
             _sparse,
             *_experts(),
-            replace(router_bias("moe.router_bias"), optional=True),
+            replace(router_bias("moe.router_bias", "mlp.gate.e_score_correction_bias"), optional=True),
             *(
                 replace(row, also=(row.source.replace("share_expert", "mlp.shared_experts"),))
                 for row in gated_mlp("share_expert", "shared")

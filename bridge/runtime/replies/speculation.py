@@ -221,6 +221,7 @@ def drafter_for(model: Any, draft: Any) -> Drafter:
 
     Raises BridgeError where nothing can, or the sums would be others.
     """
+    model.check_continues("draft")
     check_decoder(model._decoder)
     if hasattr(draft, "prediction_head"):  # another `Model`
         check_draft_model(model, draft)
@@ -249,6 +250,7 @@ def check_draft_model(model: Any, draft: Any) -> None:
     if draft is model:
         raise BridgeError(f"{parameter('draft')}: a model cannot guess for itself; choose a smaller one")
     _ = draft._decoder.vocab  # raises if the model is closed
+    draft.check_continues()
     main, other = model.tokenizer, draft.tokenizer
     if main.tokens != other.tokens:
         token = common_prefix(main.tokens, other.tokens)
