@@ -126,8 +126,8 @@ class Executor:
             if how in ("rounded", "as it came"):
                 assert data is not None
                 span = slice(row, row + (part.shape[0] if len(part.shape) > 1 else 1))
-                kept = None if blocks_before is None else blocks_before[span]
-                rounded = self._rounded(part, block, importance, data[span], kept)
+                before = None if blocks_before is None else blocks_before[span]
+                rounded = self._rounded(part, block, importance, data[span], before)
                 floats += rounded
                 zeros += rounded.signal == 0
                 row = span.stop

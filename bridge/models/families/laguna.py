@@ -73,13 +73,13 @@ def _metadata(config: Config, args: Arguments) -> dict[str, Any]:
         return count
 
     windows = list(window_layers(config, args.layers, 1)) if config.get("sliding_window") else [False] * args.layers
+    others, local = rotated("full_attention"), rotated("sliding_attention")
     keys: dict[str, Any] = {
         "attention.head_count": _heads(config, args), "leading_dense_block_count": args.leading,
-        "rope.dimension_count": rotated("full_attention"),
+        "rope.dimension_count": others,
     }  # fmt: skip
     if rope_rules(config).get("sliding_attention"):
-        keys |= {"rope.freq_base_swa": local_base(config), "rope.dimension_count_swa": rotated("sliding_attention")}
-    local, others = rotated("sliding_attention"), rotated("full_attention")
+        keys |= {"rope.freq_base_swa": local_base(config), "rope.dimension_count_swa": local}
     if windows[0] and not all(windows) and local != others:
         raise BridgeError(
             f"{config.path}: layer 0 has a window, of whose heads {local} elements are rotated, of others {others}; "

@@ -189,7 +189,7 @@ class FloatModel:
             if tail.startswith("experts."):
                 tail = re.sub(r"\w+_proj", lambda match: _MIXTRAL.get(match[0], match[0]), tail)
             names.append(f"{head}.block_sparse_moe.{tail}")
-        names += [name.replace(own, other) for own, other in _LAGUNA.items() if own in name]
+        names += [name.replace(loaded, stored) for loaded, stored in _LAGUNA.items() if loaded in name]
         part = _OF_EXPERT.fullmatch(name)
         if part:
             suffix = "" if part[4] == "weight" else "_bias"

@@ -99,9 +99,9 @@ def _read(metadata: Mapping[str, Any], arch: str, path: Path, graph: Graph) -> D
     if recurrent is not None and recurrent.kind == MAMBA and metadata.get(f"{arch}.rope.scaling.finetuned") is False:
         rotated = 0  # llama.cpp's sign for it
     for layer, count in enumerate(query_heads or (heads,) * layers):
-        own = local_kv if layer < len(windows) and windows[layer] else kv_heads
-        if own and (count < 1 or count % own):
-            raise BridgeError(f"{path}: {count} heads cannot share {own} key-value heads; convert the model again")
+        shared = local_kv if layer < len(windows) and windows[layer] else kv_heads
+        if shared and (count < 1 or count % shared):
+            raise BridgeError(f"{path}: {count} heads cannot share {shared} key-value heads; convert the model again")
     latent = _read_latent(metadata, arch, head_dim, rotated, get, path) if graph.latent else None
     local_heads = _read_local_heads(Heads(local_kv, head_dim, rotated), get, path) if windows else None
     if local_heads == Heads(kv_heads, head_dim, rotated):
