@@ -54,12 +54,13 @@ def test_a_kernel_is_compiled_once_for_all_processes_and_launched_with_the_numbe
 
     x, weight, out = (torch.ones(512) for _ in range(3))
     records = torch.zeros(4096, dtype=torch.uint8)
-    again.launch(300, (32, 4), 0, x, x, x, weight, weight, out, records, np.float32(1e-5), np.float32(2))
+    numbers = [np.float32(number) for number in (1e-5, 1e-6, 2)]
+    again.launch(300, (32, 4), 0, x, x, x, weight, weight, out, records, *numbers)
     ((grid, block, stream, arguments),) = driver.launches
     assert (grid, block, stream) == (300, (32, 4), 0)
     assert arguments[:7] == tuple(array.data_ptr() for array in (x, x, x, weight, weight, out, records))
     assert isinstance(arguments[7], ctypes.c_float)
-    assert [number.value for number in arguments[7:]] == [np.float32(1e-5), 2]
+    assert [number.value for number in arguments[7:]] == numbers
 
 
 def test_machine_code_is_found_by_what_it_is_made_from_and_not_where_it_is_damaged(
