@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # where the names come from, for editors and type checkers
     from bridge import nn, quantize, trellis
     from bridge.checkpoint import open_checkpoint
-    from bridge.checkpoint.repack import repack
     from bridge.conversion.checkpoints.export import export
+    from bridge.conversion.checkpoints.repack import repack
     from bridge.conversion.converter import convert
     from bridge.conversion.edit import edit
     from bridge.conversion.lora import convert_lora
@@ -77,7 +77,7 @@ _LAZY = {
     "export": "bridge.conversion.checkpoints.export",
     "open_checkpoint": "bridge.checkpoint",
     "quantize_gguf": "bridge.conversion.quantize_gguf",
-    "repack": "bridge.checkpoint.repack",
+    "repack": "bridge.conversion.checkpoints.repack",
     "open_gguf": "bridge.runtime",
     "Model": "bridge.conversion.model",
     "upload": "bridge.conversion.publish.upload",

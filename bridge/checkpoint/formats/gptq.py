@@ -323,7 +323,7 @@ def _labels(format: str, layers: QuantizedLayers) -> dict[str, Any]:
 V2 = WrittenFormat(
     "gptq_v2", bits=_BITS, refusal=partial(_refusal, False), shapes=_shapes, pack=partial(_pack, "gptq_v2"),
     labels=partial(_labels, "gptq_v2"), labels_file="quantize_config.json", act_order=True, in_words=True,
-    transposed=True, by_quantize=True,
+    transposed=True, head=True, by_quantize=True,
 )  # fmt: skip
 V1 = replace(
     V2, name="gptq", hint="v1", zeros="integers from 1", pack=partial(_pack, "gptq"), labels=partial(_labels, "gptq")

@@ -221,7 +221,7 @@ def _has_params(value: Any) -> bool:
 
 
 def _refusal(groups: Groups, shape: tuple[int, int]) -> str | None:
-    bits, size, _, _ = groups
+    bits, size = groups.bits, groups.group_size
     if bits not in WRITTEN.bits:
         return f"HQQ cannot hold {bits} bits; choose one of {', '.join(map(str, WRITTEN.bits))}"
     if size <= 0 or shape[1] % size:

@@ -359,6 +359,6 @@ def _mode(groups: Groups) -> dict[str, Any]:
 WRITTEN = WrittenFormat(
     "mlx", bits=_BITS, group_sizes=_SIZES, fp4=("NVFP4", "MXFP4"), tensor_scale=False, zeros="products",
     refusal=_refusal, shapes=_shapes, pack=_pack, labels=_labels, in_words=True, config=mlx_config, dtype="F16",
-    stack_of=stack_of,
+    stack_of=stack_of, head=True, embeddings=True,
 )  # fmt: skip
 MlxReader.written = (WRITTEN,)

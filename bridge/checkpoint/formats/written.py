@@ -31,12 +31,14 @@ class Groups(NamedTuple):
     group_size  -1: one group per row
     symmetric   zero points are not stored, where the format allows that
     kind        of the codes: int, or NVFP4 or MXFP4
+    act_order   groups are of any columns, which the format's `order_part` tells
     """
 
     bits: int
     group_size: int
     symmetric: bool = False
     kind: str = "int"
+    act_order: bool = False
 
     def sizes(self) -> dict[str, int]:
         """Bits and group size, under the names of most configs."""
@@ -102,6 +104,7 @@ class WrittenFormat:
     shapes           (groups, (out, in)) -> its tensors' dtypes and shapes
     pack             layer -> its tensors
     zeros_part       the tensor that a symmetric layer lacks, if there is one
+    order_part       the tensor that a layer without act-order lacks, if there is one
     shape_part       the tensor that holds a layer's shape, if there is one
     labels           the keys of config.json that describe the layers
     labels_file      a file that has quantization_config too
@@ -109,6 +112,8 @@ class WrittenFormat:
     dtype            of floats, if the format's scales ask for one
     stack_of         (config.json's model_type, module) -> the stack of experts that the module is in, and which of its
                      matrices; None for others. None: the format has no stacks
+    head             whether the output head may have codes
+    embeddings       whether the embeddings may
     by_quantize      whether `quantize --format` writes it too
     """
 
@@ -130,11 +135,14 @@ class WrittenFormat:
     transposed: bool = False
     lanes: Callable[[int], int] = lambda _bits: 1
     zeros_part: str = ""
+    order_part: str = ""
     shape_part: str = ""
     labels_file: str = ""
     config: Callable[[dict[str, Any]], dict[str, Any]] = dict
     dtype: str | None = None
     stack_of: Callable[[str, str], tuple[str, int] | None] | None = None
+    head: bool = False
+    embeddings: bool = False
     by_quantize: bool = False
 
     @property
@@ -146,6 +154,11 @@ class WrittenFormat:
     def holds_zero(self) -> bool:
         """Whether a zero point may be 0."""
         return self.zeros != "integers from 1"
+
+    def lacking(self, groups: Groups) -> set[str]:
+        """The tensors of the format that such a layer lacks."""
+        lacks = {self.zeros_part: groups.symmetric, self.order_part: not groups.act_order}
+        return {part for part, absent in lacks.items() if absent}
 
     def holds_fp4(self, kind: str, tensor_scale: float) -> bool:
         """Whether it holds 4-bit floats of a kind with this scale of the whole matrix."""

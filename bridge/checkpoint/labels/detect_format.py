@@ -25,6 +25,10 @@ from bridge.system.storage.files import read_json
 
 # methods of transformers that are not read: why, and what to do
 REFUSED = {"gguf": "the weights are those of a GGUF file; give that file in place of this folder"}
+# files with nothing else in them
+QUANT_CONFIGS = (
+    "quantize_config.json", "quant_config.json", "quantization_config.json", "hf_quant_config.json", "quanto_qmap.json",
+)  # fmt: skip
 _NONE = "(none)"  # no method is named
 _METHOD_KEYS = ("quant_method", "quantization_method", "method")  # the second is SINQ's
 NAMES = tuple(sorted({*READERS} - {"gptq-float-zeros"}))

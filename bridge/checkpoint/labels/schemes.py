@@ -232,6 +232,7 @@ def _weights(groups: Groups) -> dict[str, Any]:
         "num_bits": groups.bits, "type": "int" if groups.kind == "int" else "float", "symmetric": groups.symmetric,
         "strategy": grouped if groups.group_size > 0 else "channel",
         "group_size": groups.group_size if groups.group_size > 0 else None,
+        **({"actorder": "group"} if groups.act_order else {}),
     }  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """Converts GPTQ checkpoints between v1 and v2: zero points are rewritten, all else is copied byte for byte.
 
-    bridge.repack("model-gptq", "model-gptq-v2", "gptq_v2")
+    rewrite_zero_points(ckpt, Path("model-gptq-v2"), "gptq_v2")
 
 v2 stores a zero point, v1 the zero point minus 1 (see `bridge.checkpoint.formats.zeros`). v1 to v2 is lossless. v2
 to v1 requires that no zero point is 0: GPTQModel's v1 lets a 0 borrow from its neighbour and reads it
@@ -16,27 +16,24 @@ GPTQModel before 7.0 are corrected.
 """
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from bridge.checkpoint import Checkpoint, open_checkpoint
-from bridge.checkpoint.files.hub import resolve
+from bridge.checkpoint import Checkpoint
 from bridge.checkpoint.formats.gptq import GptqReader
 from bridge.checkpoint.repack.folder_output import FolderOutput
 from bridge.checkpoint.repack.labels import Labels
 from bridge.checkpoint.repack.zero_points import Clamped, ZeroPointPlan
-from bridge.errors import BridgeError, parameter
-from bridge.system.options import checked
+from bridge.errors import BridgeError
+from bridge.system.progress import Progress
 from bridge.system.report import FolderReport
-from bridge.system.storage.files import expanded
 
 FORMATS = ("gptq", "gptq_v2")
 
 
 @dataclass(repr=False)
-class Repacked(FolderReport):
-    """The result of `repack`; its format is gptq or gptq_v2."""
+class Rewritten(FolderReport):
+    """The result of `rewrite_zero_points`; its format is gptq or gptq_v2."""
 
     source: str
     modules: int  # quantized modules in all
@@ -63,39 +60,31 @@ class Repacked(FolderReport):
         return self.printed([], self.facts(), self.size_and_time())
 
 
-@checked
-def repack(
-    source: str | Path, out: str | Path, checkpoint_format: str | None = None, *, config: str | Path | None = None,
-    clamp: bool = False, force: bool = False, progress: Callable[[int, int, str], None] | None = None,
-) -> Repacked:  # fmt: skip
+def rewrite_zero_points(
+    ckpt: Checkpoint, out: Path, format: str | None, *, clamp: bool = False, force: bool = False,
+    progress: Progress | None = None,
+) -> Rewritten:  # fmt: skip
     """Rewrite a GPTQ checkpoint with its zero points stored as v1 or v2, and correct its labels.
 
-    source             a folder in Hugging Face layout, a Hub id (org/name) to download, or a .pt file
-    out                the folder to write; .bin and .pt become safetensors
-    checkpoint_format  "gptq" (v1) or "gptq_v2"; None: that of the data (v2 if modules differ)
-    config             folder with config.json and tokenizer, if the source has none
-    clamp              to v1: change zero points of 0, which v1 cannot hold, to 1
-    force              replace an existing checkpoint
-    progress           called with (bytes done, all bytes, tensor)
+    out       the folder to write; .bin and .pt become safetensors
+    format    "gptq" (v1) or "gptq_v2"; None: that of the data (v2 if modules differ)
+    clamp     to v1: change zero points of 0, which v1 cannot hold, to 1
+    force     replace an existing checkpoint
+    progress  called with (bytes done, all bytes, tensor)
 
     Raises BridgeError for anything but GPTQ v1 and v2, and for v1 without `clamp` if a zero point is 0.
     The folder gets its final name when everything is on disk.
     """
     started = time.perf_counter()
-    if checkpoint_format not in (None, *FORMATS):
-        raise BridgeError(f"unknown {parameter('checkpoint_format', checkpoint_format)}: choose {' or '.join(FORMATS)}")
-    if clamp and checkpoint_format == "gptq_v2":
-        raise BridgeError(f"gptq_v2 holds every zero point; leave out {parameter('clamp', True)}, which is for v1")
-    with open_checkpoint(resolve(source, config), config) as ckpt:
-        reader = _reader(ckpt)
-        with FolderOutput(ckpt, expanded(out), force) as output:
-            plan = ZeroPointPlan(reader, checkpoint_format, clamp)
-            labels = Labels(ckpt, plan)
-            output.write(plan.changes, labels.files, progress)
-            output.finish()
+    reader = _reader(ckpt)
+    with FolderOutput(ckpt, out, force) as output:
+        plan = ZeroPointPlan(reader, format, clamp)
+        labels = Labels(ckpt, plan)
+        output.write(plan.changes, labels.files, progress)
+        output.finish()
     seconds, pickled = time.perf_counter() - started, ckpt.files[0].suffix != ".safetensors"
-    return Repacked(
-        [output.path], seconds, plan.format, ckpt.nbytes, str(source), len(reader.modules), plan.rewritten,
+    return Rewritten(
+        [output.path], seconds, plan.format, ckpt.nbytes, str(ckpt.path), len(reader.modules), plan.rewritten,
         plan.clamped, labels.changes, output.left_out, pickled, notes=[*ckpt.notes, *plan.notes], home=ckpt.home,
     )  # fmt: skip
 

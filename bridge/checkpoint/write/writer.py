@@ -143,6 +143,8 @@ class CheckpointWriter:
             asymmetric = bool((tensor.zeros != 1 << (layer.bits - 1)).any())
             if layer.symmetric and asymmetric:
                 raise BridgeError(f"{name}: was announced as symmetric, but has zero points")
+            if self._format.order_part and tensor.sequential == layer.act_order:
+                raise BridgeError(f"{name}: has {'no ' * layer.act_order}act-order, other than was announced")
             self._asymmetric |= asymmetric
             self._act_order |= not tensor.sequential
         shapes, lanes = self._format.shapes(layer, (out, columns)), self._format.lanes(layer.bits)
@@ -215,9 +217,12 @@ class CheckpointWriter:
             entries: dict[str, tuple[str, tuple[int, ...], int]] = {}
             if module in self._layers and name != module:
                 layer = self._layers[module]
-                shapes = self._format.shapes(layer, self._shapes[module])
-                if layer.symmetric:
-                    shapes.pop(self._format.zeros_part, None)
+                lacks = self._format.lacking(layer)
+                shapes = {
+                    part: shape
+                    for part, shape in self._format.shapes(layer, self._shapes[module]).items()
+                    if part not in lacks
+                }
                 stack, matrix = self._stacks.get(module, (module, 0))
                 for part, (dtype, shape) in shapes.items():
                     nbytes = math.prod(shape) * NUMPY[dtype].itemsize

@@ -4,44 +4,65 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from bridge.checkpoint.formats.registry import FORMATS, in_words
 from bridge.cli.files.upload import Uploading, add_upload
-from bridge.cli.options import command
+from bridge.cli.options import add_calibration, calibration, command
+from bridge.encode.limits import REQUANTIZED_LIMIT
 from bridge.system.progress import Bar, say
 
 _DESCRIPTION = """\
-Rewrite a GPTQ checkpoint with its zero points stored as v1 or v2 and its labels
-corrected; everything else is copied byte for byte. Use it for a program that misreads
-a checkpoint (it answers "!!!!") or supports only v1 or v2, and for 3-bit files of
-GPTQModel before 7.0. v1 to v2 is lossless; v1 cannot hold a zero point of 0.
+Write a quantized checkpoint in another checkpoint format. Codes, zero points and groups are
+carried where the format holds them, act-order as a permutation where it has that. Other layers
+are rounded to the least bits that add little, with --calibrate by GPTQ on a text, or become
+floats. A table tells which; everything else is copied.
+
+From GPTQ to gptq (v1) or gptq_v2, and without --format, zero points alone are rewritten and
+labels corrected: for a program that misreads a checkpoint (it answers "!!!!") or supports only
+v1 or v2, and for 3-bit files of GPTQModel before 7.0. v1 cannot hold a zero point of 0.
 """
 
 
 def add_parser(commands: Any) -> None:
     p = command(commands, "repack", run, _DESCRIPTION)
-    p.add_argument("source", help="GPTQ checkpoint: a folder, a Hub id (org/name), or a .pt file")
+    p.add_argument("source", help="quantized checkpoint: a folder, a Hub id (org/name), or a .pt file")
     p.add_argument("out", type=Path, help="folder to write (never the source itself)")
+    formats = ("floats", *FORMATS)
     p.add_argument(
-        "--checkpoint-format", choices=("gptq", "gptq_v2"),
-        help="gptq (v1) or gptq_v2 (default: the data's own; labels and old 3-bit files are corrected)",
+        "--format", "--checkpoint-format", choices=formats, metavar="NAME",
+        help=f"{in_words(formats)} (default: GPTQ's own, v1 or v2)",
+    )  # fmt: skip
+    p.add_argument(
+        "--bits", type=int, metavar="N",
+        help="bits of a layer at most: if its codes take more, or if it is of 8-bit floats, it is rounded to N "
+        f"(default: those of its codes, or the least that add under {REQUANTIZED_LIMIT:.0%}% of their noise)",
     )  # fmt: skip
     p.add_argument(
         "--clamp", action="store_true",
-        help="to v1: change zero points of 0 to 1, which moves their groups' weights by one step, and print the cost",
+        help="to gptq (v1): change zero points of 0 to 1, which moves their groups' weights by one step, and print the "
+        "cost",
     )  # fmt: skip
     p.add_argument(
         "--config", metavar="DIR", type=Path, help="folder with config.json and tokenizer, for a source without them"
     )
+    p.add_argument(
+        "--dtype", choices=("F16", "BF16", "F32"),
+        help="type of all floats (default: as they are; of layers that become floats the model's)",
+    )  # fmt: skip
     p.add_argument("--force", action="store_true", help="replace a checkpoint folder that exists")
     add_upload(p)
+    add_calibration(p)
 
 
 def run(a: argparse.Namespace) -> int:
     say(f"reading {a.source}")
-    from bridge.checkpoint.repack import repack
+    from bridge.conversion.checkpoints.repack import repack
 
     uploading = Uploading(a, a.source, a.out)
-    with Bar("repacking") as bar:
-        done = repack(a.source, a.out, a.checkpoint_format, config=a.config, clamp=a.clamp, force=a.force, progress=bar)
+    with Bar("quantizing", unit=" layers", timed=False) as layers, Bar("repacking") as bar:
+        done = repack(
+            a.source, a.out, a.format, bits=a.bits, config=a.config, dtype=a.dtype,
+            calibrate=calibration(a, layers, layers.say), clamp=a.clamp, force=a.force, progress=bar,
+        )  # fmt: skip
     print(done.summary())
     uploading.finish(done)
     return 0

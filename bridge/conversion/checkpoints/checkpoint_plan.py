@@ -1,4 +1,4 @@
-"""What becomes of all layers of a GGUF in a checkpoint's format: each by itself, then where they depend on each other.
+"""What becomes of all layers of a model in a checkpoint's format: each by itself, then where they depend on each other.
 
 The matrices of a stack of experts have one plan, and all layers have one group size where the format has no more.
 """
@@ -9,39 +9,31 @@ from dataclasses import replace
 from functools import partial
 
 from bridge.checkpoint.formats.written import WrittenFormat
-from bridge.conversion.checkpoints.layer_plan import EXACT, ROUNDED, LayerPlan, plan_layer
-from bridge.conversion.gguf_input.gguf_source import AssembledTensor, GgufSource, SourceTensor
+from bridge.conversion.checkpoints.layer_plan import EXACT, ROUNDED, Layer, LayerPlan
 from bridge.errors import parameter
 
 
 class CheckpointPlan:
-    """The plan of all layers of the decoder's blocks.
+    """The plan of all layers that may have codes.
 
-    sources  where the layers are, by module, those that stay in floats too
+    sources  the layers by module, those that stay in floats too
     layers   how layers are written; the others stay in floats
     stacks   of experts, as `CheckpointWriter` takes them
     """
 
-    def __init__(self, source: GgufSource, written: WrittenFormat, bits: int | None) -> None:
+    def __init__(
+        self, sources: Iterable[Layer], written: WrittenFormat, bits: int | None, model_type: str, float_stacks: int = 0
+    ) -> None:
+        """`bits`: see `Layer.plan`; model_type: config.json's; float_stacks: of experts, whose layers are floats."""
         self.written, self.bits = written, bits
-        self.sources: dict[str, SourceTensor] = {}
+        self.sources = {layer.module: layer for layer in sources}
         self.stacks: dict[str, tuple[str, int]] = {}
-        self._float_stacks = 0
-        plans: dict[str, LayerPlan | None] = {}
-        for tensor in source.sources.values():
-            outlined = tensor.tensor if isinstance(tensor, SourceTensor) else tensor.sources[0].tensor
-            if not outlined.in_block:
-                continue
-            if isinstance(tensor, SourceTensor) and len(tensor.part.shape) == 2:
-                self.sources[tensor.part.module] = tensor
-                plans[tensor.part.module] = plan_layer(tensor, written, bits)
-            elif isinstance(tensor, AssembledTensor) and tensor.sources[0].part.matrix is not None:
-                self._float_stacks += 1
+        self._float_stacks = float_stacks
+        plans = {module: layer.plan(bits) for module, layer in self.sources.items()}
         if written.stack_of is None:
             self.layers = {module: plan for module, plan in plans.items() if plan is not None}
         else:
-            stack_of = partial(written.stack_of, str(source.config.get("model_type")))
-            self.layers, self.stacks = in_stacks(stack_of, plans)
+            self.layers, self.stacks = in_stacks(partial(written.stack_of, model_type), plans)
         self._sizes = {plan.groups.group_size for plan in self.layers.values()}
         if written.one_size:
             self.layers = common_size(self.layers, self.sources)
@@ -68,11 +60,11 @@ class CheckpointPlan:
         return notes
 
 
-def common_size(plans: Mapping[str, LayerPlan], layers: Mapping[str, SourceTensor]) -> dict[str, LayerPlan]:
+def common_size(plans: Mapping[str, LayerPlan], layers: Mapping[str, Layer]) -> dict[str, LayerPlan]:
     """The plans with the largest group size that divides those of all; scales of larger groups are repeated."""
     if len({plan.groups.group_size for plan in plans.values()}) <= 1:
         return dict(plans)
-    columns = {module: layers[module].part.shape[1] for module in plans}
+    columns = {module: layers[module].shape[1] for module in plans}
     size = math.gcd(*(max(plan.groups.group_size, 0) or columns[module] for module, plan in plans.items()))
     return {module: replace(plan, groups=plan.groups._replace(group_size=size)) for module, plan in plans.items()}
 

@@ -19,6 +19,7 @@ from bridge.blocks.read import READ
 from bridge.checkpoint.files.dtypes import NUMPY, from_float32, is_finite, not_finite
 from bridge.checkpoint.files.store import Store, TensorInfo
 from bridge.checkpoint.files.weight_files import belongs, open_store
+from bridge.checkpoint.labels.detect_format import QUANT_CONFIGS
 from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.errors import BridgeError, parameter
 from bridge.gguf_file.reader import StoredModel, StoredTensor
@@ -30,11 +31,6 @@ from bridge.models.wrapper import has_parts, name_in_parts, text_names
 from bridge.runtime.cpu.engines.dequantize import UNQUANTIZED
 from bridge.runtime.cpu.engines.dequantize import rows as dequantized
 from bridge.system.storage.files import files_below, read_json
-
-_QUANT_CONFIGS = (
-    "quantize_config.json", "quant_config.json", "quantization_config.json", "hf_quant_config.json",
-    "model.safetensors.index.json",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,7 +185,11 @@ class GgufSource:
         self.config["dtype"] = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}[dtype]
         self.quant = QuantConfig()
         # what is not copied: weights, what describes them, and what is not a checkpoint's
-        self.files = [f for f in files_below(home) if f.name in _QUANT_CONFIGS or not _copied(f, home)]
+        self.files = [
+            f
+            for f in files_below(home)
+            if f.name in (*QUANT_CONFIGS, "model.safetensors.index.json") or not _copied(f, home)
+        ]
         arch = str(model.metadata.get("general.architecture"))
         self.used: dict[str, OutlineTensor] = {}
         sources_of: dict[str, list[SourceTensor]] = {}

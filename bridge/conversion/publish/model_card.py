@@ -13,8 +13,9 @@ from typing import Any
 
 import bridge
 from bridge.checkpoint.files.hub import is_repository
-from bridge.checkpoint.repack import Repacked
+from bridge.checkpoint.repack import Rewritten
 from bridge.checkpoint.write.report import Written
+from bridge.conversion.checkpoints.repack import Repacked
 from bridge.conversion.writing.report import CALIBRATED, CARRIED, PARTLY, Report
 from bridge.gguf_file.purpose import purpose
 from bridge.gguf_file.reader import read_gguf
@@ -65,7 +66,7 @@ def origin_of(folder: Path) -> Origin:
     return Origin(repository, {key: labels[key] for key in _PASSED_ON if labels.get(key)})
 
 
-def files_of_result(result: Report | Repacked | Written) -> dict[str, Path]:
+def files_of_result(result: Report | Repacked | Rewritten | Written) -> dict[str, Path]:
     """What is uploaded besides the card: name in the repository -> file."""
     if isinstance(result, Report):
         return {file.name: file for file in result.outputs}
@@ -73,7 +74,7 @@ def files_of_result(result: Report | Repacked | Written) -> dict[str, Path]:
     return {name: file for name, file in names.items() if name != CARD}
 
 
-def model_card(result: Report | Repacked | Written, repository: str) -> str:
+def model_card(result: Report | Repacked | Rewritten | Written, repository: str) -> str:
     """The text of the card for what is uploaded to a repository."""
     from huggingface_hub import ModelCardData
 
@@ -122,8 +123,8 @@ def _gguf_body(report: Report, origin: Origin, repository: str) -> list[str]:
     ]  # fmt: skip
 
 
-def _folder_body(result: Repacked | Written, origin: Origin) -> list[str]:
-    verb = "repacked" if isinstance(result, Repacked) else "quantized"
+def _folder_body(result: Repacked | Rewritten | Written, origin: Origin) -> list[str]:
+    verb = "repacked" if isinstance(result, Repacked | Rewritten) else "quantized"
     return [
         f"A {_method(result).upper()} checkpoint, {verb} from {_link(origin)} with gguf-bridge {bridge.__version__}.",
         "", *_table([("", ""), *result.facts()]),
@@ -131,7 +132,7 @@ def _folder_body(result: Repacked | Written, origin: Origin) -> list[str]:
     ]  # fmt: skip
 
 
-def _method(result: Repacked | Written) -> str:
+def _method(result: Repacked | Rewritten | Written) -> str:
     return result.format.partition("_")[0]
 
 

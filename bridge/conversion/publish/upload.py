@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bridge.checkpoint.files.hub import is_repository, reason
-from bridge.checkpoint.repack import Repacked
+from bridge.checkpoint.repack import Rewritten
 from bridge.checkpoint.write.report import Written
+from bridge.conversion.checkpoints.repack import Repacked
 from bridge.conversion.publish.model_card import CARD, MARK, files_of_result, model_card
 from bridge.conversion.writing.report import Report
 from bridge.errors import BridgeError, parameter
@@ -29,7 +30,7 @@ _TOKENS = "https://huggingface.co/settings/tokens"
 
 @checked
 def upload(
-    result: Report | Repacked | Written,
+    result: Report | Repacked | Rewritten | Written,
     repository: str,
     *,
     private: bool = False,
@@ -106,7 +107,7 @@ class Upload:
                 f"{parameter('private', True)}"
             )
 
-    def send(self, result: Report | Repacked | Written) -> str:
+    def send(self, result: Report | Repacked | Rewritten | Written) -> str:
         """Upload everything; returns a line that says where it is."""
         files, card = files_of_result(result), model_card(result, self.repository)
         if self.card_only is not None:

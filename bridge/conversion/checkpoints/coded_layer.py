@@ -1,0 +1,120 @@
+"""A layer of a quantized checkpoint, on its way to another format, see `codes_in_format`."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import TypeGuard
+
+import numpy as np
+
+from bridge.checkpoint.formats.fp4 import Fp4Tensor
+from bridge.checkpoint.formats.written import Groups
+from bridge.checkpoint.grouped import CodedTensor, GroupedTensor
+from bridge.checkpoint.write.block_words import ReusedArrays
+from bridge.conversion.checkpoints.codes_in_format import as_integers, in_format, in_groups_of, packed_fp4
+from bridge.conversion.checkpoints.layer_plan import (
+    CALIBRATED,
+    EXACT,
+    ROUNDED,
+    Coded,
+    Layer,
+    LayerPlan,
+    Rows,
+    groups_of,
+    joined,
+)
+
+
+@dataclass(frozen=True)
+class CodedLayer(Layer):
+    """A layer that a checkpoint stores as codes.
+
+    tensor  reads it
+    """
+
+    tensor: Callable[[], CodedTensor]
+
+    def quantizable(self, bits: int | None) -> bool:
+        return True
+
+    def floats(self, rows: slice) -> np.ndarray:
+        return self.tensor().dequantize(rows)
+
+    def noise(self) -> float | None:
+        return self.tensor().noise()
+
+    def share(self, how: str, error: float) -> float | None:
+        noise = self.noise() if error and how != CALIBRATED else None
+        return error / noise if noise else None
+
+    def _coded_plan(self, known: tuple[int, ...], bits: int | None) -> LayerPlan | None:
+        tensor = self.tensor()
+        if self._holds_fp4(tensor) and (bits is None or bits >= tensor.bits):
+            return LayerPlan(EXACT, Groups(4, tensor.group_size, True, tensor.kind), packed=True)
+        coded = self._in_bits(tensor, known)
+        if coded is None:
+            return None
+        middle = bool((coded.zeros == 1 << (coded.bits - 1)).all())
+        groups = groups_of(coded.bits, coded.group_size, middle, self.shape, self.written)
+        return LayerPlan(EXACT, groups._replace(act_order=bool(self.written.order_part) and not coded.sequential))
+
+    def _holds_fp4(self, tensor: CodedTensor) -> TypeGuard[Fp4Tensor]:
+        """Whether it is of 4-bit floats that the format holds."""
+        if not isinstance(tensor, Fp4Tensor) or not tensor.sequential:
+            return False
+        return self.written.holds_fp4(tensor.kind, tensor.tensor_scale)
+
+    def _in_bits(self, tensor: CodedTensor, bits: tuple[int, ...]) -> GroupedTensor | None:
+        """The codes as the format holds them; None where it does not."""
+        integers = as_integers(tensor) if isinstance(tensor, Fp4Tensor) else tensor
+        return in_format(integers, self.written, bits) if isinstance(integers, GroupedTensor) else None
+
+    def runs(self, plan: LayerPlan) -> Iterator[Rows]:
+        return iter([(slice(0, self.shape[0]),)])
+
+    def codes(self, plan: LayerPlan, rows: Rows, arrays: ReusedArrays) -> Coded:
+        tensor, groups = self.tensor(), plan.groups
+        if plan.packed:
+            assert isinstance(tensor, Fp4Tensor)  # as it was planned
+            return replace(packed_fp4(tensor), name=self.module)
+        if plan.how == ROUNDED:
+            coded: GroupedTensor | None = joined([*self._rounded_pieces(plan, *rows)])
+        else:
+            coded = self._in_bits(tensor, (groups.bits,))
+        assert coded is not None  # as it was planned
+        size = groups.group_size if groups.group_size > 0 else self.shape[1]
+        return replace(in_groups_of(coded, size), name=self.module, bias=None)
+
+    def _changes_scales(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
+class FloatLayer(Layer):
+    """A layer of 8-bit floats with scales, which no format has: it is rounded, or floats.
+
+    read  its rows, float32
+    """
+
+    read: Callable[[slice], np.ndarray]
+
+    def quantizable(self, bits: int | None) -> bool:
+        return bits is not None
+
+    def floats(self, rows: slice) -> np.ndarray:
+        return self.read(rows)
+
+    def noise(self) -> float | None:
+        return None
+
+    def _coded_plan(self, known: tuple[int, ...], bits: int | None) -> LayerPlan | None:
+        return None
+
+    def runs(self, plan: LayerPlan) -> Iterator[Rows]:
+        return iter([(slice(0, self.shape[0]),)])
+
+    def codes(self, plan: LayerPlan, rows: Rows, arrays: ReusedArrays) -> Coded:
+        size = plan.groups.group_size if plan.groups.group_size > 0 else self.shape[1]
+        return in_groups_of(joined([*self._rounded_pieces(plan, *rows)]), size)
+
+    def _changes_scales(self) -> bool:
+        return True

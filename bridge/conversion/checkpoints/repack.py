@@ -1,0 +1,166 @@
+"""A quantized checkpoint in another checkpoint format, with its codes where that holds them.
+
+    bridge.repack("Qwen3-8B-AWQ", "Qwen3-8B-W4A16", "compressed-tensors")
+
+`codes_in_format` says which codes are carried, `layer_plan` what becomes of the others, and the folder is written as
+`export` writes one of a GGUF. Memory holds a layer, and the next.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from bridge.checkpoint import Checkpoint
+from bridge.checkpoint.files.folder import check_folder
+from bridge.checkpoint.files.hub import kind_of, open_by_name
+from bridge.checkpoint.formats.gptq import GptqReader
+from bridge.checkpoint.formats.registry import FORMATS
+from bridge.checkpoint.formats.written import WrittenFormat
+from bridge.checkpoint.repack import FORMATS as ZERO_POINT_FORMATS
+from bridge.checkpoint.repack import Rewritten, rewrite_zero_points
+from bridge.checkpoint.write.writer import CheckpointWriter
+from bridge.conversion.checkpoints.checkpoint_plan import CheckpointPlan
+from bridge.conversion.checkpoints.checkpoint_source import CheckpointSource
+from bridge.conversion.checkpoints.layer_plan import AS_FLOATS
+from bridge.conversion.checkpoints.write_layers import Exported, ExportedTensor, calibrated, write_layers
+from bridge.conversion.paths import files_of
+from bridge.conversion.planning.checkpoint_outline import outline_of
+from bridge.errors import BridgeError, parameter, refused
+from bridge.models.outline import Fold
+from bridge.quantize.settings import Calibration
+from bridge.system.cpu.row_threads import thread_limit
+from bridge.system.kernels import compiling
+from bridge.system.options import checked
+from bridge.system.progress import Progress
+from bridge.system.storage.files import expanded
+
+DTYPES = ("F16", "BF16", "F32")
+
+
+@dataclass(repr=False)
+class Repacked(Exported):
+    """The report of a checkpoint in another format."""
+
+    source: str
+    left_out: list[str]  # files with other weights than those of the checkpoint, which were not copied
+
+    def facts(self) -> list[tuple[str, str]]:
+        """What became of the layers, without anything of this machine."""
+        layers = [t for t in self.tensors if t.how != AS_FLOATS]
+        counts = Counter(t.how for t in layers)
+        facts = [("layers", ", ".join(f"{count} {how}" for how, count in counts.items()) or "floats")]
+        if self.left_out:
+            facts.append(("left out", f"{', '.join(self.left_out)}: not part of the checkpoint"))
+        return facts
+
+    def summary(self) -> str:
+        return self.printed(self.table(), self.facts()[1:], self.size_and_time())
+
+
+@checked
+@thread_limit()
+def repack(
+    source: str | Path,
+    out: str | Path,
+    format: str | None = None,
+    *,
+    bits: int | None = None,
+    config: str | Path | None = None,
+    dtype: str | None = None,
+    calibrate: Calibration | None = None,
+    clamp: bool = False,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> Repacked | Rewritten:
+    """Write a quantized checkpoint in another format.
+
+    source    a folder in Hugging Face layout, a Hub id (org/name) to download, or a .pt file
+    out       the folder to write
+    format    as `export` has it; None: GPTQ's own, v1 or v2, with labels that are true. From GPTQ to "gptq" or
+              "gptq_v2" zero points alone are rewritten, and everything else is copied byte for byte
+    bits      that layers have at most, as in `export`; 8-bit floats are rounded to them too, which are floats otherwise
+    config    folder with config.json and tokenizer, if the source has none
+    dtype     of floats: "F16", "BF16" or "F32"; None: as the source has them, and the model's for layers that become
+              floats. In MLX BF16 becomes F16, as its scales are
+    calibrate  the text and the method that layers are quantized with which would else be rounded, as in `export`
+    clamp     to gptq: change zero points of 0, which v1 cannot hold, to 1
+    force     replace an existing checkpoint
+    progress  called with (bytes done, all bytes, tensor)
+
+    Raises BridgeError for a source that is damaged or not quantized, and where no layer has codes that the format
+    holds.
+    """
+    started, compiled = compiling.clock(), compiling.seconds()
+    if format not in (None, "floats", *FORMATS):
+        raise BridgeError(f"unknown {parameter('format', format)}: choose floats, {', '.join(FORMATS)}")
+    if dtype not in (None, *DTYPES):
+        raise BridgeError(f"unknown {parameter('dtype', dtype)}: choose {', '.join(DTYPES)}")
+    written = FORMATS.get(format or "")
+    if bits is not None and (written is None or bits not in written.bits):
+        known = ", ".join(map(str, written.bits if written else ()))
+        raise refused("bits", bits, f"{format} has {known or 'no codes that are rounded to'}")
+    if calibrate is not None and written is None:
+        raise refused("calibrate", None, f"floats are not rounded; choose another {parameter('format')}")
+    if clamp and format not in (None, "gptq"):
+        raise BridgeError(f"{format} holds every zero point; leave out {parameter('clamp', True)}, which is for v1")
+    if kind_of(str(source), config) == "gguf":
+        raise BridgeError(f"{source}: is a GGUF; `export` writes checkpoints of these")
+    with open_by_name(source, config) as ckpt:
+        rewritten = bits is None and dtype is None and calibrate is None and format in (None, *ZERO_POINT_FORMATS)
+        if rewritten and (format is None or _is_gptq(ckpt)):
+            return rewrite_zero_points(ckpt, expanded(out), format, clamp=clamp, force=force, progress=progress)
+        if ckpt.reader is None:
+            raise BridgeError(f"{ckpt.path}: is not quantized; `quantize` with {parameter('format')} does that")
+        path = expanded(out)
+        check_folder(ckpt, path, force, files_of(*(calibrate.files if calibrate else [])))
+        floats = CheckpointSource(ckpt, written, dtype, _folds(ckpt, written))
+        reports = {name: ExportedTensor(name, floats.type_of(name), AS_FLOATS) for name in floats.tensors}
+        notes, stored, plan = [*ckpt.notes], None, None
+        if written is not None:
+            plan = CheckpointPlan(floats.layers(), written, bits, str(ckpt.config.get("model_type")))
+            floats.config = written.config(floats.config)
+            if not plan.layers:
+                raise _no_layers(ckpt, written, bits)
+            if calibrate is not None:
+                stored, more = calibrated(ckpt, path, plan, calibrate, force)
+                notes += more
+            notes += plan.notes()
+        with CheckpointWriter(
+            floats, path, format if plan else None,
+            {module: layer.groups for module, layer in plan.layers.items()} if plan else {},
+            stacks=plan.stacks if plan else {}, clamp=clamp or stored is not None, force=force, progress=progress,
+        ) as writer:  # fmt: skip
+            if plan is not None:
+                reports |= {report.name: report for report in write_layers(writer, plan, stored)}
+            done = writer.finish()
+        home = ckpt.home
+    if stored is not None:
+        stored.remove()
+    compiled = compiling.seconds() - compiled
+    return Repacked(
+        done.outputs, compiling.clock() - started, done.format, done.nbytes, [*reports.values()], str(source),
+        done.left_out, compile_seconds=compiled, notes=[*notes, *floats.notes], home=home,
+    )  # fmt: skip
+
+
+def _is_gptq(ckpt: Checkpoint) -> bool:
+    """Whether it has the words of GPTQ v1 or v2."""
+    return ckpt.quant.method == "gptq" and type(ckpt.reader) is GptqReader and ckpt.quant.checkpoint_format != "gptq_p"
+
+
+def _folds(ckpt: Checkpoint, written: WrittenFormat | None) -> list[Fold]:
+    """Where act-order that the format lacks can be undone; nothing in models of unknown families."""
+    if written is None or written.act_order or all(ckpt.group_order(module) is None for module in ckpt.modules):
+        return []
+    try:
+        return outline_of(ckpt, "default").folds
+    except BridgeError:
+        return []
+
+
+def _no_layers(ckpt: Checkpoint, written: WrittenFormat, bits: int | None) -> BridgeError:
+    widest = f", or {parameter('bits', written.bits[-1])}, which rounds them" if written.bits and not bits else ""
+    floats = parameter("format", "floats")
+    return BridgeError(f"{ckpt.path}: has no layer that {written.name} holds; choose {floats}{widest}")

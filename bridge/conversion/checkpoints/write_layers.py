@@ -1,0 +1,151 @@
+"""Planned layers into a checkpoint, run of rows by run, and what became of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import cycle
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bridge.checkpoint import Checkpoint
+from bridge.checkpoint.write.block_words import ReusedArrays
+from bridge.checkpoint.write.writer import CheckpointWriter
+from bridge.conversion.checkpoints.checkpoint_plan import CheckpointPlan
+from bridge.conversion.checkpoints.layer_plan import (
+    ALL_CODES,
+    AS_FLOATS,
+    CALIBRATED,
+    EXACT,
+    ROUNDED,
+    Coded,
+    Layer,
+    LayerPlan,
+    Rows,
+    is_symmetric,
+)
+from bridge.conversion.checkpoints.to_checkpoint import group_rounding
+from bridge.conversion.paths import layers_of
+from bridge.errors import BridgeError, parameter, refused
+from bridge.quantize.run.calibrate import LayerTarget, quantize_layers
+from bridge.quantize.run.calibration_text import with_length
+from bridge.quantize.settings import Calibration
+from bridge.system.report import FolderReport
+from bridge.system.text import align, percent
+
+if TYPE_CHECKING:
+    from bridge.quantize.layer_store import LayerStore
+
+
+@dataclass
+class ExportedTensor:
+    name: str
+    type: str
+    how: str  # EXACT, ALL_CODES (scales rounded), ROUNDED, CALIBRATED or AS_FLOATS
+    bits: int = 0
+    group_size: int = 0
+    kind: str = "int"  # of the codes: int, NVFP4 or MXFP4
+    nmse: float = 0.0  # squared error over squared weights, of a quantized layer
+    share: float | None = None  # the error as a share of the type's own noise, where that is known
+
+
+@dataclass(repr=False)
+class Exported(FolderReport):
+    """The report of a model that became a checkpoint folder in another format."""
+
+    tensors: list[ExportedTensor]
+
+    def table(self) -> list[str]:
+        """A row for each type and what became of it."""
+        rows: list[tuple[str, ...]] = [("tensors", "type", "becomes", "codes", "NMSE", "of its own noise")]
+        groups: dict[tuple[str | int, ...], list[ExportedTensor]] = {}
+        for t in self.tensors:
+            groups.setdefault((t.type, t.how, t.kind, t.bits, t.group_size), []).append(t)
+        for (type, how, kind, bits, size), members in groups.items():
+            form = f"{bits} bits" if kind == "int" else str(kind)
+            form = f"{form}, groups of {size}" if bits else self.format if self.format == "floats" else "floats"
+            worst = max(t.nmse for t in members)
+            error = "" if how == AS_FLOATS else "exact" if worst == 0 else f"{worst:.1e}"
+            shares = [t.share for t in members if t.share]
+            rows.append((str(len(members)), str(type), form, str(how), error, percent(max(shares)) if shares else ""))
+        return align(rows, (False, True, True, True, False, False))
+
+    def summary(self) -> str:
+        return self.printed(self.table(), size=self.size_and_time())
+
+
+def calibrated(
+    ckpt: Checkpoint, path: Path, plan: CheckpointPlan, calibrate: Calibration, force: bool
+) -> tuple[LayerStore, list[str]]:
+    """The layers that would be rounded, quantized with a text, and notes; `plan` becomes theirs."""
+    written = plan.written
+    layers = {module: layer.groups for module, layer in plan.layers.items() if layer.how == ROUNDED}
+    if not layers:
+        why = f"{written.name} holds the codes of all its layers; leave out {parameter('calibrate')}"
+        raise BridgeError(f"{ckpt.path}: {why}")
+    if calibrate.act_order == "free" and not written.act_order:
+        raise refused("act_order", "free", f"{written.name} has no column permutation; choose fixed, static or none")
+    if calibrate.method == "awq":
+        why = "changes norms too, which are kept; choose two-sided, gptaq, gptq or rtn"
+        raise refused("method", "awq", why)
+    calibrate.check_checkpoint()
+    if calibrate.blocks is not None:
+        raise refused("blocks", calibrate.blocks, "all blocks are calibrated in one run")
+    symmetric = {module for module, groups in layers.items() if is_symmetric(groups.bits, written)}
+    calibrate, notes = with_length(ckpt, calibrate)
+    targets = {n: LayerTarget(*group_rounding(groups, n in symmetric, calibrate)) for n, groups in layers.items()}
+    stored, more = quantize_layers(ckpt, calibrate, targets, layers_of(path), force)
+    for module, layer in stored.layers.items():
+        groups = plan.layers[module].groups
+        if written.order_part and calibrate.act_order == "free":
+            groups = groups._replace(act_order=not layer.tensor().sequential)
+        plan.layers[module] = replace(plan.layers[module], how=CALIBRATED, groups=groups)
+    return stored, [*notes, *more]
+
+
+def write_layers(writer: CheckpointWriter, plan: CheckpointPlan, stored: LayerStore | None) -> list[ExportedTensor]:
+    """Write all layers of a plan, those that were `calibrated` from where they are stored."""
+    layers = {module: (plan.sources[module], layer_plan) for module, layer_plan in plan.layers.items()}
+    sums = dict.fromkeys(layers, (0.0, 0.0))
+    made = stored.layers if stored is not None else {}
+    for module, quantized in made.items():
+        codes = quantized.tensor()
+        writer.add(codes)
+        layer, layer_plan = layers[module]
+        sums[module] = layer.squared_errors(layer_plan, codes, (slice(0, codes.shape[0]),))
+    for first, tensor, (error, signal) in _rows_of(pair for module, pair in layers.items() if module not in made):
+        writer.add(tensor, first)
+        sums[tensor.name] = sums[tensor.name][0] + error, sums[tensor.name][1] + signal
+    return [_report(*layers[module], *sums[module]) for module in layers]
+
+
+_Written = tuple[int, Coded, tuple[float, float]]
+
+
+def _rows_of(layers: Iterable[tuple[Layer, LayerPlan]]) -> Iterator[_Written]:
+    """Rows of layers: how many came before, codes, and squared errors. While some are written, the next are made."""
+
+    def codes(layer: Layer, plan: LayerPlan, rows: Rows, arrays: ReusedArrays) -> _Written:
+        tensor = layer.codes(plan, rows, arrays)
+        return rows[0].start * len(rows), tensor, layer.squared_errors(plan, tensor, rows)
+
+    work = ((layer, plan, rows) for layer, plan in layers for rows in layer.runs(plan))
+    with ThreadPoolExecutor(1) as thread:
+        ahead: Future[_Written] | None = None
+        for (layer, plan, rows), arrays in zip(work, cycle((ReusedArrays(), ReusedArrays()))):
+            following = thread.submit(codes, layer, plan, rows, arrays)
+            if ahead is not None:
+                yield ahead.result()
+            ahead = following
+        if ahead is not None:
+            yield ahead.result()
+
+
+def _report(layer: Layer, plan: LayerPlan, error: float, signal: float) -> ExportedTensor:
+    """What became of a layer. Blocks that are written as they are need not be compared."""
+    groups, how = plan.groups, plan.how
+    return ExportedTensor(
+        f"{layer.module}.weight", layer.type, ALL_CODES if how == EXACT and error else how, groups.bits,
+        groups.group_size, groups.kind, error / signal if signal else 0.0, layer.share(how, error),
+    )  # fmt: skip
