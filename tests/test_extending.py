@@ -67,7 +67,7 @@ class OctetsReader(Reader):
 WRITTEN = WrittenFormat(
     "octets", bits=(8,), rounding="symmetric", by_quantize=True,
     shapes=lambda groups, shape: {"octets": ("U8", shape), "scales": ("F16", (shape[0], groups.count(shape[1])))},
-    pack=lambda tensor: {"octets": tensor.codes, "scales": WRITTEN.half_scales(tensor)},
+    pack=lambda tensor: {"octets": tensor.codes, "scales": WRITTEN.stored_scales(tensor)},
     labels=lambda layers: {"quantization_config": {"quant_method": "octets", **layers.usual.sizes()}},
 )
 

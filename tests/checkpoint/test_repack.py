@@ -548,7 +548,7 @@ def test_targets_that_are_no_place_for_it(tmp_path, refused):
     assert "is not a folder" in refused(source, tmp_path / "file" / "b")
     assert "invalid choice" in refused(source, tmp_path / "b", "--checkpoint-format", "v3")
     assert "leave out --clamp" in refused(source, tmp_path / "b", "--checkpoint-format", "gptq_v2", "--clamp")
-    with pytest.raises(BridgeError, match="unknown checkpoint_format='v3': choose"):
+    with pytest.raises(BridgeError, match="unknown format='v3': choose"):
         bridge.repack(source, tmp_path / "b", "v3")
 
 
@@ -568,7 +568,7 @@ def test_a_g_idx_of_another_shape_is_refused(tmp_path, refused, shape):
     assert f"{UP}: the shapes contradict each other" in error
 
 
-def test_what_has_no_v1_and_v2_is_refused(tmp_path, refused):
+def test_what_has_no_v1_and_v2_is_refused_without_a_format(tmp_path, refused):
     q = quantized()
     write_folder(tmp_path / "awq", awq_tensors(UP, q, 64), {"quant_method": "awq", "bits": 4, "group_size": 64})
     write_folder(tmp_path / "float", {"norm.weight": np.zeros(3, np.float16)}, None)
@@ -577,13 +577,13 @@ def test_what_has_no_v1_and_v2_is_refused(tmp_path, refused):
     tensors = legacy_tensors(UP, quantize(q.dequantize(), 4, -1, False), 4, "float-zeros")
     write_folder(tmp_path / "legacy", tensors, {"quant_method": "gptq", "bits": 4, "group_size": -1})
     for name, said in {
-        "awq": "is awq-gemm; only GPTQ",
-        "float": "is float; only GPTQ",
-        "planar": "is planar gptq_p, which stores true zero points already",
-        "five": f"{UP} has 5 bits",
-        "legacy": "is gptq with float zeros; only GPTQ",
+        "awq": "is awq-gemm; give the --format that it is to have",
+        "float": "is float; give the --format",
+        "planar": "is planar gptq_p, which stores true zero points already; --format repacks it",
+        "five": "is gptq_v2; give the --format",
+        "legacy": "is gptq with float zeros; give the --format",
     }.items():
-        assert said in refused(tmp_path / name, tmp_path / "b", "--checkpoint-format", "gptq_v2")
+        assert said in refused(tmp_path / name, tmp_path / "b")
 
 
 def test_the_summary_says_what_changed_and_what_did_not(tmp_path, capsys):

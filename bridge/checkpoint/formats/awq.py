@@ -246,7 +246,7 @@ def _shapes(groups: Groups, shape: tuple[int, int]) -> Shapes:
 def _pack(tensor: GroupedTensor) -> Parts:
     from bridge.checkpoint.formats.packing import pack_gemm
 
-    scales = np.ascontiguousarray(GEMM.half_scales(tensor).T)
+    scales = np.ascontiguousarray(GEMM.stored_scales(tensor).T)
     return {"qweight": pack_gemm(tensor.codes), "qzeros": pack_gemm(tensor.zeros.astype(np.uint8)), "scales": scales}
 
 

@@ -315,9 +315,10 @@ def _shapes(groups: Groups, shape: tuple[int, int]) -> Shapes:
         return FP4.shapes(groups.kind, shape)
     (out, columns), count = shape, groups.count(shape[1])
     return {
-        "weight_packed": ("I32", (out, _length(columns, groups.bits, False))), "weight_scale": ("F16", (out, count)),
-        "weight_shape": ("I64", (2,)), "weight_zero_point": ("I32", (_length(out, groups.bits, False), count)),
-        "weight_g_idx": ("I32", (columns,)),
+        "weight_packed": ("I32", (out, _length(columns, groups.bits, False))),
+        "weight_scale": (groups.scales, (out, count)),
+        "weight_zero_point": ("I32", (_length(out, groups.bits, False), count)),
+        "weight_shape": ("I64", (2,)), "weight_g_idx": ("I32", (columns,)),
     }  # fmt: skip
 
 
@@ -327,7 +328,7 @@ def _pack(tensor: GroupedTensor | PackedTensor) -> Parts:
     shape = np.array(tensor.shape, np.int64)
     if isinstance(tensor, GroupedTensor):
         zeros = pack_columns(np.ascontiguousarray(tensor.zeros.astype(np.uint8).T), tensor.bits)
-        words, scales = pack_rows(tensor.codes, tensor.bits).view(np.int32), PACKED.half_scales(tensor)
+        words, scales = pack_rows(tensor.codes, tensor.bits).view(np.int32), PACKED.stored_scales(tensor)
         return {
             "weight_packed": words, "weight_scale": scales, "weight_shape": shape, "weight_zero_point": zeros,
             "weight_g_idx": tensor.groups().astype(np.int32),
@@ -341,7 +342,8 @@ PACKED = WrittenFormat(
     "compressed-tensors", hint="pack-quantized, or 4-bit floats", bits=(4, 8), fp4=("NVFP4", "MXFP4"),
     refusal=_refusal, shapes=_shapes, pack=_pack, labels=lambda layers: {"quantization_config": schemes_of(layers)},
     rounding="symmetric",  # transformers loads no others
-    in_words=True, zeros_part="weight_zero_point", order_part="weight_g_idx", act_order=True, shape_part="weight_shape",
+    in_words=True, zeros_part="weight_zero_point", order_part="weight_g_idx", act_order=True,
+    scale_dtypes=("F16", "BF16", "F32"), shape_part="weight_shape",
     head=True,
 )  # fmt: skip
 CompressedReader.written = (PACKED,)

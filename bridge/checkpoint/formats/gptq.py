@@ -294,7 +294,7 @@ def _pack(format: str, tensor: GroupedTensor | PackedTensor) -> Parts:
             "scales": tensor.scales.T,
             "g_idx": np.arange(columns, dtype=np.int32) // np.int32(tensor.group_size),
         }
-    scales = next(written for written in (V1, V2, PLANAR) if written.name == format).half_scales(tensor)
+    scales = next(written for written in (V1, V2, PLANAR) if written.name == format).stored_scales(tensor)
     if v1 and (count := zeros_of_0(tensor)):
         raise BridgeError(
             f"{tensor.name}: {count} groups have a zero point of 0, which GPTQ v1 cannot hold; "

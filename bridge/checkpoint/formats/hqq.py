@@ -243,7 +243,7 @@ def _shapes(groups: Groups, shape: tuple[int, int]) -> Shapes:
 
 
 def _pack(tensor: GroupedTensor) -> Parts:
-    scales, packing = WRITTEN.half_scales(tensor), _PACKING_OF[tensor.bits]
+    scales, packing = WRITTEN.stored_scales(tensor), _PACKING_OF[tensor.bits]
     numbers = {"nbits": tensor.bits, "group_size": tensor.group_size, "axis": 1}
     return {
         "W_q": _pack_lanes(tensor.codes.reshape(-1, tensor.group_size), packing), "scale": scales.reshape(-1, 1),

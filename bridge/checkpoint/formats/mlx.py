@@ -330,7 +330,7 @@ def _pack(tensor: GroupedTensor | PackedTensor) -> Parts:
     from bridge.checkpoint.formats.packing import pack_rows
 
     if isinstance(tensor, GroupedTensor):
-        scales = WRITTEN.half_scales(tensor)
+        scales = WRITTEN.stored_scales(tensor)
         return {"weight": pack_rows(tensor.codes, tensor.bits), "scales": scales, "biases": tensor.half_products()}
     if tensor.kind != "int":
         return {"weight": tensor.words, "scales": tensor.scales}

@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from bridge.checkpoint.files.dtypes import as_float32, from_float32
 from bridge.checkpoint.files.store import TensorInfo
 from bridge.checkpoint.grouped import GroupedTensor
 from bridge.errors import BridgeError
@@ -32,6 +33,7 @@ class Groups(NamedTuple):
     symmetric   zero points are not stored, where the format allows that
     kind        of the codes: int, or NVFP4 or MXFP4
     act_order   groups are of any columns, which the format's `order_part` tells
+    scales      the dtype of scales
     """
 
     bits: int
@@ -39,6 +41,7 @@ class Groups(NamedTuple):
     symmetric: bool = False
     kind: str = "int"
     act_order: bool = False
+    scales: str = "F16"
 
     def sizes(self) -> dict[str, int]:
         """Bits and group size, under the names of most configs."""
@@ -95,6 +98,7 @@ class WrittenFormat:
     tensor_scale     whether it has a scale for a whole matrix of 4-bit floats
     zeros            zero points: integers, integers but 0, any halves, or the products -scale * zero point as halves
     rounding         zero points of layers that are rounded below 8 bits: the middle of the codes, any, or as asked
+    scale_dtypes     those that scales may have; halves are preferred
     act_order        whether groups may be of any columns
     one_size         whether all layers have groups of one size
     in_words         whether consecutive codes of a row fill 32-bit words, as `write.block_words` packs them
@@ -129,6 +133,7 @@ class WrittenFormat:
     tensor_scale: bool = True
     zeros: Literal["integers", "integers from 1", "halves", "products"] = "integers"
     rounding: Literal["symmetric", "asymmetric", "either"] = "either"
+    scale_dtypes: tuple[str, ...] = ("F16",)
     act_order: bool = False
     one_size: bool = False
     in_words: bool = False
@@ -168,10 +173,18 @@ class WrittenFormat:
         """Why it cannot hold a layer (out, in), in one line; None if it can."""
         return self.refusal(groups, shape) if groups.kind == "int" else groups.indivisible(shape[1])
 
-    def half_scales(self, tensor: GroupedTensor) -> np.ndarray:
-        """The scales as halves. Raises BridgeError unless the format holds the tensor exactly, except zero points of
-        0."""
+    def scale_dtype(self, scales: np.ndarray) -> str:
+        """The first of its dtypes that holds float32 scales exactly; halves if none does."""
+        return next((dtype for dtype in self.scale_dtypes if (in_dtype(scales, dtype) == scales).all()), "F16")
+
+    def stored_scales(self, tensor: GroupedTensor) -> np.ndarray:
+        """The scales as halves; as float32 where the format has others, which hold them exactly.
+
+        Raises BridgeError unless the format holds the tensor exactly, except zero points of 0.
+        """
         scales = tensor.scales.astype(np.float16)
+        halves = bool((scales == tensor.scales).all())
+        dtype = self.scale_dtype(tensor.scales)
         top = 2**tensor.bits - 1
         integral = (tensor.zeros == np.rint(tensor.zeros)) & (tensor.zeros >= 0) & (tensor.zeros <= top)
         why = self.refusal(Groups(tensor.bits, tensor.group_size), tensor.shape)
@@ -181,11 +194,16 @@ class WrittenFormat:
             why = f"the code {tensor.codes.max()} is beyond {tensor.bits} bits"
         elif not self.any_zeros and not integral.all():
             why = f"{self.name} can only hold zero points that are integers from 0 to {top}; write a GGUF instead"
-        elif not (scales == tensor.scales).all() or not np.isfinite(scales).all():
+        elif not (halves or dtype != "F16") or not np.isfinite(tensor.scales).all():
             why = "its scales are not half-precision floats; round them before choosing codes"
         if why:
             raise BridgeError(f"{tensor.name}: {why}")
-        return scales
+        return scales if halves else tensor.scales
+
+
+def in_dtype(values: np.ndarray, dtype: str) -> np.ndarray:
+    """float32 values rounded to a dtype."""
+    return as_float32(from_float32(values, dtype), dtype)
 
 
 def have_shapes(tensors: Mapping[str, TensorInfo], shapes: Shapes, stack: tuple[int, ...] = ()) -> bool:

@@ -23,8 +23,8 @@ from bridge.checkpoint import Checkpoint
 from bridge.checkpoint.formats.gptq import GptqReader
 from bridge.checkpoint.repack.folder_output import FolderOutput
 from bridge.checkpoint.repack.labels import Labels
-from bridge.checkpoint.repack.zero_points import Clamped, ZeroPointPlan
-from bridge.errors import BridgeError
+from bridge.checkpoint.repack.zero_points import BITS, Clamped, ZeroPointPlan
+from bridge.errors import BridgeError, parameter
 from bridge.system.progress import Progress
 from bridge.system.report import FolderReport
 
@@ -89,12 +89,19 @@ def rewrite_zero_points(
     )  # fmt: skip
 
 
+def is_rewritten(ckpt: Checkpoint) -> bool:
+    """Whether a checkpoint has words of GPTQ v1 or v2, whose zero points can be rewritten."""
+    if ckpt.quant.method != "gptq" or type(ckpt.reader) is not GptqReader:
+        return False
+    return ckpt.quant.checkpoint_format != "gptq_p" and all(info.bits in BITS for info in ckpt.modules.values())
+
+
 def _reader(ckpt: Checkpoint) -> GptqReader:
-    """The checkpoint's reader, if there is something to repack."""
-    if ckpt.quant.method != "gptq" or not isinstance(ckpt.reader, GptqReader):
-        raise BridgeError(f"{ckpt.path}: is {ckpt.format}; only GPTQ has a v1 and a v2 to repack between")
+    """The checkpoint's reader, if there is something to rewrite."""
     if ckpt.quant.checkpoint_format == "gptq_p":
         raise BridgeError(
-            f"{ckpt.path}: is planar gptq_p, which stores true zero points already; there is nothing to repack"
+            f"{ckpt.path}: is planar gptq_p, which stores true zero points already; {parameter('format')} repacks it"
         )
+    if not isinstance(ckpt.reader, GptqReader) or not is_rewritten(ckpt):
+        raise BridgeError(f"{ckpt.path}: is {ckpt.format}; give the {parameter('format')} that it is to have")
     return ckpt.reader

@@ -10,7 +10,7 @@ from bridge.checkpoint.formats.gptq import GptqReader
 from bridge.checkpoint.formats.zeros import Dialect, decode, dialects, recode
 from bridge.errors import BridgeError, parameter
 
-_BITS = (2, 3, 4, 8)
+BITS = (2, 3, 4, 8)
 _NAMED = 4  # modules in a message
 
 
@@ -120,10 +120,6 @@ class ZeroPointPlan:
     def _stored(self, name: str) -> _Module:
         info = self.reader.modules[name]
         file = info.tensors["qzeros"].file
-        if info.bits not in _BITS:
-            raise BridgeError(
-                f"{file}: {name} has {info.bits} bits, which GPTQ v1 and v2 do not have; it cannot be repacked"
-            )
         words = self.reader.part(name, "qzeros")
         dialect = self.reader.dialect(name, words, self.notes)
         if dialect.planar:

@@ -152,7 +152,9 @@ class CheckpointWriter:
             if f"{name}.{part}" in self._locations:
                 if part == self._format.shape_part:
                     values = np.array((out, columns), values.dtype)
-                shape = shapes[part][1]
+                dtype, shape = shapes[part]
+                if values.dtype.kind == "f" and values.dtype != NUMPY[dtype]:  # scales, which it holds
+                    values = from_float32(values, dtype)
                 if rows < out and lanes > 1 and len(values) == rows * count:  # of groups, row by row
                     values, shape = values.reshape(lanes, -1), (lanes, math.prod(shape) // lanes)
                 self._write_rows(f"{name}.{part}", values, shape, begin, out)

@@ -55,7 +55,8 @@ class CodedLayer(Layer):
             return None
         middle = bool((coded.zeros == 1 << (coded.bits - 1)).all())
         groups = groups_of(coded.bits, coded.group_size, middle, self.shape, self.written)
-        return LayerPlan(EXACT, groups._replace(act_order=bool(self.written.order_part) and not coded.sequential))
+        act_order = bool(self.written.order_part) and not coded.sequential
+        return LayerPlan(EXACT, groups._replace(act_order=act_order, scales=self.written.scale_dtype(coded.scales)))
 
     def _holds_fp4(self, tensor: CodedTensor) -> TypeGuard[Fp4Tensor]:
         """Whether it is of 4-bit floats that the format holds."""

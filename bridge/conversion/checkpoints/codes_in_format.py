@@ -16,7 +16,7 @@ from dataclasses import replace
 import numpy as np
 
 from bridge.checkpoint.formats.fp4 import E2M1, Fp4Tensor
-from bridge.checkpoint.formats.written import WrittenFormat
+from bridge.checkpoint.formats.written import WrittenFormat, in_dtype
 from bridge.checkpoint.grouped import GroupedTensor, PackedTensor
 from bridge.encode.limits import REQUANTIZED_LIMIT
 
@@ -29,8 +29,7 @@ def in_format(tensor: GroupedTensor, written: WrittenFormat, bits: tuple[int, ..
     grouped = _in_groups(tensor, written)
     if grouped is None:
         return None
-    with np.errstate(over="ignore"):
-        scales = grouped.scales.astype(np.float16).astype(np.float32)
+    scales = in_dtype(grouped.scales, written.scale_dtype(grouped.scales))
     if not np.isfinite(scales).all():
         return None
     grouped = replace(grouped, scales=scales)

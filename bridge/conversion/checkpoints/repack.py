@@ -15,11 +15,10 @@ from pathlib import Path
 from bridge.checkpoint import Checkpoint
 from bridge.checkpoint.files.folder import check_folder
 from bridge.checkpoint.files.hub import kind_of, open_by_name
-from bridge.checkpoint.formats.gptq import GptqReader
 from bridge.checkpoint.formats.registry import FORMATS
 from bridge.checkpoint.formats.written import WrittenFormat
 from bridge.checkpoint.repack import FORMATS as ZERO_POINT_FORMATS
-from bridge.checkpoint.repack import Rewritten, rewrite_zero_points
+from bridge.checkpoint.repack import Rewritten, is_rewritten, rewrite_zero_points
 from bridge.checkpoint.write.writer import CheckpointWriter
 from bridge.conversion.checkpoints.checkpoint_plan import CheckpointPlan
 from bridge.conversion.checkpoints.checkpoint_source import CheckpointSource
@@ -98,18 +97,20 @@ def repack(
     if dtype not in (None, *DTYPES):
         raise BridgeError(f"unknown {parameter('dtype', dtype)}: choose {', '.join(DTYPES)}")
     written = FORMATS.get(format or "")
+    if format is None and (bits, dtype, calibrate) != (None, None, None):
+        raise BridgeError(f"give {parameter('format')}: without it, zero points and labels alone are rewritten")
     if bits is not None and (written is None or bits not in written.bits):
         known = ", ".join(map(str, written.bits if written else ()))
         raise refused("bits", bits, f"{format} has {known or 'no codes that are rounded to'}")
     if calibrate is not None and written is None:
         raise refused("calibrate", None, f"floats are not rounded; choose another {parameter('format')}")
-    if clamp and format not in (None, "gptq"):
+    if clamp and (format == "floats" or (written is not None and written.holds_zero)):
         raise BridgeError(f"{format} holds every zero point; leave out {parameter('clamp', True)}, which is for v1")
     if kind_of(str(source), config) == "gguf":
         raise BridgeError(f"{source}: is a GGUF; `export` writes checkpoints of these")
     with open_by_name(source, config) as ckpt:
-        rewritten = bits is None and dtype is None and calibrate is None and format in (None, *ZERO_POINT_FORMATS)
-        if rewritten and (format is None or _is_gptq(ckpt)):
+        unchanged = bits is None and dtype is None and calibrate is None
+        if format is None or (unchanged and format in ZERO_POINT_FORMATS and is_rewritten(ckpt)):
             return rewrite_zero_points(ckpt, expanded(out), format, clamp=clamp, force=force, progress=progress)
         if ckpt.reader is None:
             raise BridgeError(f"{ckpt.path}: is not quantized; `quantize` with {parameter('format')} does that")
@@ -143,11 +144,6 @@ def repack(
         done.outputs, compiling.clock() - started, done.format, done.nbytes, [*reports.values()], str(source),
         done.left_out, compile_seconds=compiled, notes=[*notes, *floats.notes], home=home,
     )  # fmt: skip
-
-
-def _is_gptq(ckpt: Checkpoint) -> bool:
-    """Whether it has the words of GPTQ v1 or v2."""
-    return ckpt.quant.method == "gptq" and type(ckpt.reader) is GptqReader and ckpt.quant.checkpoint_format != "gptq_p"
 
 
 def _folds(ckpt: Checkpoint, written: WrittenFormat | None) -> list[Fold]:
