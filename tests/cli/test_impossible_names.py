@@ -74,6 +74,8 @@ repack source           @ out
 repack out              MODEL @
 repack --config         MODEL out --config @
 repack --card-only      MODEL out --upload a/b --card-only @
+repack --calibrate      MODEL out --format gptq_v2 --bits 3 --calibrate @
+repack --offload        MODEL out --format gptq_v2 --bits 3 --calibrate TEXT --offload @
 export model            @ out --config MODEL
 export out              GGUF @ --config MODEL
 export --config         GGUF out --config @
@@ -145,7 +147,7 @@ def test_the_table_has_every_argument_that_is_a_path():
         if action.type is Path or not action.option_strings or names & {*action.option_strings}
     }
     # the second is refused whatever its name is, those of the last line are no names
-    others = {("inspect", "--template"), ("export", "--imatrix-out")}
+    others = {("inspect", "--template"), ("export", "--imatrix-out"), ("repack", "--imatrix-out")}
     others |= {("run", "words"), ("completion", "shell")}
     assert found - others == {row[:2] for row in TABLE}
 

@@ -11,14 +11,11 @@ from bridge.encode.limits import REQUANTIZED_LIMIT
 from bridge.system.progress import Bar, say
 
 _DESCRIPTION = """\
-Write a quantized checkpoint in another checkpoint format. Codes, zero points and groups are
-carried where the format holds them, act-order as a permutation where it has that. Other layers
-are rounded to the least bits that add little, with --calibrate by GPTQ on a text, or become
-floats. A table tells which; everything else is copied.
+Write a quantized checkpoint in another checkpoint format, with its codes where that holds
+them. Other layers are rounded, with --calibrate by GPTQ on a text, or become floats.
 
-From GPTQ to gptq (v1) or gptq_v2, and without --format, zero points alone are rewritten and
-labels corrected: for a program that misreads a checkpoint (it answers "!!!!") or supports only
-v1 or v2, and for 3-bit files of GPTQModel before 7.0. v1 cannot hold a zero point of 0.
+From GPTQ to gptq (v1) or gptq_v2 zero points alone are rewritten; v1 cannot hold a 0.
+Without --format GPTQ's wrong labels are corrected, for a program that answers "!!!!".
 """
 
 

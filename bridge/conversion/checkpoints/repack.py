@@ -14,7 +14,7 @@ from pathlib import Path
 
 from bridge.checkpoint import Checkpoint
 from bridge.checkpoint.files.folder import check_folder
-from bridge.checkpoint.files.hub import kind_of, open_by_name
+from bridge.checkpoint.files.hub import open_by_name
 from bridge.checkpoint.formats.registry import FORMATS
 from bridge.checkpoint.formats.written import WrittenFormat
 from bridge.checkpoint.repack import FORMATS as ZERO_POINT_FORMATS
@@ -106,8 +106,6 @@ def repack(
         raise refused("calibrate", None, f"floats are not rounded; choose another {parameter('format')}")
     if clamp and (format == "floats" or (written is not None and written.holds_zero)):
         raise BridgeError(f"{format} holds every zero point; leave out {parameter('clamp', True)}, which is for v1")
-    if kind_of(str(source), config) == "gguf":
-        raise BridgeError(f"{source}: is a GGUF; `export` writes checkpoints of these")
     with open_by_name(source, config) as ckpt:
         unchanged = bits is None and dtype is None and calibrate is None
         if format is None or (unchanged and format in ZERO_POINT_FORMATS and is_rewritten(ckpt)):
