@@ -11,11 +11,8 @@ from bridge.encode.limits import REQUANTIZED_LIMIT
 from bridge.system.progress import Bar, say
 
 _DESCRIPTION = """\
-Write a quantized checkpoint in another checkpoint format, with its codes where that holds
-them. Other layers are rounded, with --calibrate by GPTQ on a text, or become floats.
-
-From GPTQ to gptq (v1) or gptq_v2 zero points alone are rewritten; v1 cannot hold a 0.
-Without --format GPTQ's wrong labels are corrected, for a program that answers "!!!!".
+Write a quantized checkpoint in another format, with its codes where that holds them; from
+GPTQ to GPTQ v1 or v2 zero points alone are rewritten, and wrong labels corrected.
 """
 
 
@@ -35,8 +32,7 @@ def add_parser(commands: Any) -> None:
     )  # fmt: skip
     p.add_argument(
         "--clamp", action="store_true",
-        help="to gptq (v1): change zero points of 0 to 1, which moves their groups' weights by one step, and print the "
-        "cost",
+        help="to gptq (v1), which has no zero point of 0: make these 1, and print what that changes",
     )  # fmt: skip
     p.add_argument(
         "--config", metavar="DIR", type=Path, help="folder with config.json and tokenizer, for a source without them"
