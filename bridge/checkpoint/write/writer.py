@@ -24,10 +24,11 @@ from bridge.checkpoint.files.dtypes import NUMPY, from_float32
 from bridge.checkpoint.files.folder import CheckpointFolder, Source, sync
 from bridge.checkpoint.files.store import header_of
 from bridge.checkpoint.formats.registry import FORMATS
-from bridge.checkpoint.formats.written import Groups, QuantizedLayers, WrittenFormat, raised, zeros_of_0
+from bridge.checkpoint.formats.written import Groups, QuantizedLayers, WrittenFormat
 from bridge.checkpoint.grouped import GroupedTensor, PackedTensor
 from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.checkpoint.tensor_names import layer_of
+from bridge.checkpoint.write.layer_writer import LayerWriter
 from bridge.checkpoint.write.report import Written
 from bridge.errors import BridgeError
 from bridge.system.kernels import compiling
@@ -77,6 +78,8 @@ class CheckpointWriter:
     force       replace an existing checkpoint
     progress    called with (bytes done, bytes in all, tensor)
 
+    Its attribute `layers` is what writes them, on other machines too.
+
     Raises BridgeError for a layer that is missing or that the format cannot hold, and for a target that cannot be
     written.
     """
@@ -91,20 +94,19 @@ class CheckpointWriter:
         if ckpt.quant.method is not None:
             raise BridgeError(f"{ckpt.path}: is already {ckpt.format}; quantize the original float model")
         self._begun = compiling.clock()
-        self._ckpt, self._layers, self._clamp = ckpt, dict(layers), clamp
+        self._ckpt, self._layers = ckpt, dict(layers)
         self._format: WrittenFormat
         self._name = format or "floats"
         if format is not None:
             self._format = FORMATS[format]
-        self._tick = progress or (lambda *_: None)
         self._shapes = {name: self._shape(name, name in transposed) for name in layers}
         self._stacks = dict(stacks or {})
-        self._todo = set(layers)
-        self._asymmetric = self._act_order = False
-        self._raised = (0, 0)
-        self._done = 0
         self._plan(shard_size)
         self._folder = CheckpointFolder(ckpt, expanded(path), force)
+        self.layers = LayerWriter(
+            self._folder.path, self._folder.folder, self._name, self._layers, self._shapes, self._locations, clamp,
+            self._nbytes, progress,
+        )  # fmt: skip
         try:
             self._folder.guard(self._write_heads, "the headers of the files")
         except BaseException:
@@ -124,42 +126,7 @@ class CheckpointWriter:
         first  of rows that fill whole words, one run after another. Where words have codes of several parts of a layer
                (HQQ), rows are as many of each part, and `first` counts those before
         """
-        name = tensor.name
-        if name not in self._todo:
-            raise BridgeError(f"{name}: is not a layer to be quantized, or was added twice")
-        layer, (out, columns) = self._layers[name], self._shapes[name]
-        begin, rows, count = first or 0, out if first is None else len(tensor.scales), tensor.scales.shape[1]
-        announced = layer.kind, layer.bits, (rows, columns), layer.count(columns)
-        if (tensor.kind, tensor.bits, tensor.shape, count) != announced:
-            raise BridgeError(
-                f"{name}: is {list(tensor.shape)} of {tensor.bits} bits in {count} groups per row; "
-                f"announced was {list(self._shapes[name])} of {layer.bits} bits in groups of {layer.group_size}"
-            )
-        if isinstance(tensor, GroupedTensor):
-            if self._clamp and not self._format.holds_zero:
-                zeros = zeros_of_0(tensor)
-                tensor, lost = raised(tensor)
-                self._raised = self._raised[0] + zeros, self._raised[1] + lost
-            asymmetric = bool((tensor.zeros != 1 << (layer.bits - 1)).any())
-            if layer.symmetric and asymmetric:
-                raise BridgeError(f"{name}: was announced as symmetric, but has zero points")
-            if self._format.order_part and tensor.sequential == layer.act_order:
-                raise BridgeError(f"{name}: has {'no ' * layer.act_order}act-order, other than was announced")
-            self._asymmetric |= asymmetric
-            self._act_order |= not tensor.sequential
-        shapes, lanes = self._format.shapes(layer, (out, columns)), self._format.lanes(layer.bits)
-        for part, values in self._format.pack(tensor).items():
-            if f"{name}.{part}" in self._locations:
-                if part == self._format.shape_part:
-                    values = np.array((out, columns), values.dtype)
-                dtype, shape = shapes[part]
-                if values.dtype.kind == "f" and values.dtype != NUMPY[dtype]:  # scales, which it holds
-                    values = from_float32(values, dtype)
-                if rows < out and lanes > 1 and len(values) == rows * count:  # of groups, row by row
-                    values, shape = values.reshape(lanes, -1), (lanes, math.prod(shape) // lanes)
-                self._write_rows(f"{name}.{part}", values, shape, begin, out)
-        if begin + rows == out:
-            self._todo.remove(name)
+        self.layers.add(tensor, first)
 
     def finish(self, floats: Mapping[str, np.ndarray] | None = None) -> Written:
         """Write everything else, sync, and rename into place.
@@ -167,16 +134,16 @@ class CheckpointWriter:
         floats  tensors that have changed, by full name (AWQ's norms and biases); all others are copied
         """
         floats = floats or {}
-        if self._todo:
+        if missing := self._layers.keys() - self.layers.counts.layers:
             raise BridgeError(
-                f"{self._folder.path}: {len(self._todo)} of {len(self._layers)} layers have not been quantized, "
-                f"starting with {min(self._todo)}"
+                f"{self._folder.path}: {len(missing)} of {len(self._layers)} layers have not been quantized, "
+                f"starting with {min(missing)}"
             )
         unknown = floats.keys() - self._floats.keys()
         if unknown:
             raise BridgeError(f"{min(unknown)}: has changed but is not a float tensor of the new checkpoint")
         for name, info in self._floats.items():
-            self._write(name, [_stored(floats[name], info)] if name in floats else self._copied(info))
+            self.layers.write(name, [_stored(floats[name], info)] if name in floats else self._copied(info))
         for file in self._files:
             with open(self._folder.folder / file, "rb+") as stream:
                 self._folder.guard(lambda stream=stream: sync(stream), file)  # type: ignore[misc]
@@ -187,7 +154,7 @@ class CheckpointWriter:
         self._folder.finish()
         seconds = compiling.clock() - self._begun
         return Written(
-            [self._folder.path], seconds, self._name, self._nbytes, len(self._layers), self._raised,
+            [self._folder.path], seconds, self._name, self._nbytes, len(self._layers), self.layers.counts.raised,
             self._folder.left_out,
         )  # fmt: skip
 
@@ -264,36 +231,6 @@ class CheckpointWriter:
                 out.write(head)
                 out.truncate(self._files[file])
 
-    def _write(self, name: str, pieces: Iterable[np.ndarray], offset: int = 0, step: int = 0) -> None:
-        """Write the bytes of a tensor, piece by piece.
-
-        at    byte of the first
-        step  bytes from one to the next; 0: there are none in between
-        """
-        file, start = self._locations[name]
-
-        def write() -> None:
-            with open(self._folder.folder / file, "rb+") as out:
-                out.seek(start + offset)
-                for i, piece in enumerate(pieces):
-                    if step:
-                        out.seek(start + offset + i * step)
-                    out.write(np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data)
-                    self._done += piece.nbytes
-                    self._tick(self._done, self._nbytes, name)
-
-        self._folder.guard(write, name)
-
-    def _write_rows(self, name: str, values: np.ndarray, shape: tuple[int, ...], first: int, out: int) -> None:
-        """Write what a tensor of this shape has of the rows from `first` on of a layer of `out` rows."""
-        if values.shape == shape:
-            if first == 0:
-                self._write(name, [values])
-        elif values.shape[1:] == shape[1:]:
-            self._write(name, [values], first * shape[0] // out * (values.nbytes // len(values)))
-        else:  # rows of the layer are columns of it
-            self._write(name, values, first * shape[1] // out * values.itemsize, shape[1] * values.itemsize)
-
     def _copied(self, info: TensorInfo) -> Iterable[np.ndarray]:
         """A float tensor as it is stored, in slices of rows."""
         if not info.shape or not info.nbytes:
@@ -309,7 +246,8 @@ class CheckpointWriter:
         if not self._layers:
             return {"config.json": self._ckpt.config, **self._index()}
         groups = {self._stacks.get(name, (name, 0))[0]: layer for name, layer in self._layers.items()}
-        layers = QuantizedLayers(groups, self._float_modules(), self._asymmetric, self._act_order, self._has_towers())
+        counts, has_towers = self.layers.counts, self._has_towers()
+        layers = QuantizedLayers(groups, self._float_modules(), counts.asymmetric, counts.act_order, has_towers)
         labels = self._format.labels(layers)
         configs: dict[str, Any] = {"config.json": {**self._ckpt.config, **labels}}
         if self._format.labels_file:
