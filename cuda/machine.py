@@ -249,7 +249,8 @@ class CudaMachine:
         return both[:, :, 0].reshape(self.n, -1), both[:, :, 1].reshape(self.n, -1)
 
     def gate_heads(self, x: Value, gate: Value) -> None:
-        self._changing(x).mul_(self.rows(gate).sigmoid())
+        by_head = self.config.heads, -1
+        self._changing(x).unflatten(1, by_head).mul_(self.rows(gate).sigmoid().unflatten(1, by_head))
 
     def fit_heads(self, x: Value, heads: int, size: int, name: str) -> Any:
         import torch

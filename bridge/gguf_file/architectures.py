@@ -58,6 +58,8 @@ class State:
     may_lack_norm: bool = False  # models may have no norm after it
     tiled: bool = False  # state h has the keys of head h modulo the groups, rather than of head h * groups / heads
     joined: bool = False  # a delta net's beta and alpha come of one matrix, group by group
+    full_rank: bool = False  # KDA's decays and gates come of one matrix each, not by way of a shorter vector
+    bounded: bool = False  # KDA's decays have a bound, kda.gate_lower_bound
 
 
 @record
@@ -67,6 +69,7 @@ class Graph:
     # attention
     causal: bool = True  # tokens attend to those before them alone, if attention.causal does not say so
     neighbours: bool = False  # rotary pairs are neighbours (2i, 2i + 1) rather than halves (i, i + n/2)
+    halves_of_images: bool = False  # but halves in models with rope.dimension_sections, which see images
     normed: bool = False  # q and k are normalized, each head or all of them together
     normed_together: bool = False  # they are so together: one norm for the heads of q, one for those of k
     norms_rotated: bool = False  # they are normalized after the rotation, not before
@@ -74,7 +77,7 @@ class Graph:
     no_unit_norms: int = 0  # experts of the model that does not normalize them
     values_normed: bool = False  # by no weights; where a layer has no matrix for values they are the keys
     output_gate: bool = False  # results are multiplied by a sigmoid; its rows follow those of each head in q's matrix
-    gate_matrix: bool = False  # they are by that of what a matrix of its own makes, attn_gate
+    gate_matrix: bool = False  # they are by that of what attn_gate makes, with latent attention one number a head
     latent: bool = False  # keys and values are made of a latent vector
     still: bool = False  # rotations are by no angle: of latent attention's keys too the part that others rotate
     sinks: bool = False  # each head has a score for no position at all
@@ -234,6 +237,10 @@ ARCHITECTURES = {
     ),
     "deepseek2": Graph(**_LATENT, sigmoid_vocab=154880),  # GLM-4.7-Flash, whose first files lack the key
     "kimi-linear": Graph(latent=True, still=True, sigmoid=True, shared_experts=0, state=State(KDA)),
+    "bailingmoe3": Graph(
+        **(_LATENT | {"shared_experts": 1}), halves_of_images=True, gate_matrix=True,
+        state=State(KDA, full_rank=True, bounded=True),
+    ),
     "deepseek32": _INDEXED, "glm-dsa": _INDEXED, "mistral4": Graph(**_LATENT),
     "lfm2": Graph(**_CONVOLVED), "lfm2moe": Graph(**_CONVOLVED, sigmoid=True),
     "granitehybrid": Graph(neighbours=True, state=State(MAMBA)),

@@ -31,7 +31,7 @@ torch = pytest.importorskip("torch")
 
 WINDOWS, WINDOW = 3, 256
 LEFT_TO_LLAMA_CPP = {
-    "deepseek4", "dots3-note", "glm5-next", "hy-v4", "laguna", "laguna-m", "ling3", "muse-glimmer", "plamo3",
+    "deepseek4", "dots3-note", "glm5-next", "hy-v4", "laguna", "laguna-m", "muse-glimmer", "plamo3",
     "qwen4exp", "step35",
 }  # fmt: skip
 FIELDS = OF_LOGITS | {"minimax-m3": ALL_BLOCKS}

@@ -18,7 +18,12 @@ SHAPES = {
 }
 
 # with matrices that read what others made
-DEEPER = {"delta attention": RecurrentConfig(KDA, (True,), 3, 3 * 2 * 24, 2, 2, 24, 24)}
+DEEPER = {
+    "delta attention": RecurrentConfig(KDA, (True,), 3, 3 * 2 * 24, 2, 2, 24, 24),
+    "delta attention, bounded": RecurrentConfig(
+        KDA, (True,), 4, 3 * 3 * 10, 3, 3, 10, 10, full_rank=True, bound=-2.0
+    ),
+}  # fmt: skip
 
 
 def silu(x: np.ndarray) -> np.ndarray:
@@ -93,16 +98,19 @@ def plain_layer(c: RecurrentConfig, layer: Recurrent, inputs: list[np.ndarray], 
 def _plain_kda(
     c: RecurrentConfig, layer: Recurrent, x: np.ndarray, inputs: list[np.ndarray], eps: float
 ) -> np.ndarray:  # fmt: skip
-    low, beta, gate = (array.astype(np.float64) for array in inputs)
-    step, z = (
-        y @ matrix.dequantize().astype(np.float64).T for y, matrix in zip((low, gate), layer.second, strict=True)
-    )
-    step = np.log1p(np.exp(step + layer.dt_bias)).reshape(len(x), c.heads, -1)
+    step, beta, z = (array.astype(np.float64) for array in inputs)
+    if layer.second:
+        step, z = (
+            y @ matrix.dequantize().astype(np.float64).T for y, matrix in zip((step, z), layer.second, strict=True)
+        )
+    step = (step + layer.dt_bias).reshape(len(x), c.heads, -1)
+    rates = layer.decay[:, None]
+    decays = np.exp(c.bound / (1 + np.exp(-rates * step)) if c.bound else rates * np.log1p(np.exp(step)))
     state, rows = np.zeros((c.heads, c.key_dim, c.value_dim)), []
     for t, row in enumerate(x.reshape(len(x), 3, c.heads, -1)):
         for h, (q, k, v) in enumerate(row.transpose(1, 0, 2)):
             q, k = (array / np.sqrt(array @ array + 1e-6) for array in (q, k))
-            state[h] *= np.exp(layer.decay[h] * step[t, h])[:, None]
+            state[h] *= decays[t, h][:, None]
             state[h] += np.outer(k, (v - k @ state[h]) / (1 + np.exp(-beta[t, h])))
             rows.append(_normed(q @ state[h] / np.sqrt(c.key_dim), layer.norm, eps))
     return np.array(rows).reshape(len(x), -1) / (1 + np.exp(-z))
@@ -142,8 +150,8 @@ def random_layer(c: RecurrentConfig, n: int) -> tuple[Recurrent, list[np.ndarray
         )  # fmt: skip
     elif c.kind == KDA:
         layer = Recurrent(
-            (), None, draw(c.kernel, c.channels), None, -np.exp(draw(c.heads)), draw(c.values), norm=draw(c.value_dim),
-            second=(matrix(c.values, c.key_dim), matrix(c.values, c.key_dim)),
+            (), None, draw(c.kernel, c.channels), None, np.exp(draw(c.heads)) * (1 if c.bound else -1), draw(c.values),
+            norm=draw(c.value_dim), second=() if c.full_rank else (matrix(c.values, c.key_dim),) * 2,
         )  # fmt: skip
     else:
         layer = Recurrent(

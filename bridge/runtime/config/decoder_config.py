@@ -101,6 +101,7 @@ class DecoderConfig:
     rotated_layers: tuple[bool, ...] = ()  # whether a layer's q and k are rotated; (): the graph says it
     xielu: tuple[tuple[float, ...], ...] = ()  # of each layer, see decoder_ops.py
     recurrent: RecurrentConfig | None = None  # the layers with a state, where there are some
+    limits: tuple[tuple[float, float], ...] = ()  # of each layer's experts, and of its other networks: see experts.py
     inners: tuple[int, ...] = ()  # of each layer, if not all are alike; 0: it has no network
     chosen: int = 0  # tokens that an indexer chooses to attend to; up to so many all are attended to
     tapped: tuple[int, ...] = ()  # layers before which a drafter reads the states; `layers`: after the last
@@ -177,6 +178,10 @@ class DecoderConfig:
         if self.graph.gelu:
             return "erf" if self.graph.erf else "gelu"
         return "clamped" if self.graph.clamped else "relu2" if self.relu2 else "silu"
+
+    def limits_of(self, layer: int) -> tuple[float, float]:
+        """What bounds a layer's activations: those of its experts, and of its other networks; 0: nothing does."""
+        return self.limits[layer] if self.limits else (0.0, 0.0)
 
     def windowed(self, layer: int) -> bool:
         """Whether a layer attends to a window alone."""

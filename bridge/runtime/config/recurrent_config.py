@@ -2,7 +2,8 @@
 
     CONVOLUTION   LFM2: a short convolution between two gates; the state is what it still looks back at
     DELTA         Qwen3-Next, Qwen3.5: a gated delta net: a convolution, and for each head a matrix that it edits
-    KDA           Kimi Linear: the same, with a convolution for each of q, k and v, and a state that decays by channel
+    KDA           Kimi Linear, Ling 3: the same, with a convolution for each of q, k and v, and states that decay by
+                  channel
     MAMBA         Mamba-2, Granite 4, Nemotron-H, Falcon-H1: the same, but the matrix is only added to
     MAMBA1        Jamba: each value has a state of its own, a vector, and its own steps
 
@@ -40,6 +41,8 @@ class RecurrentConfig:
     rank: int = 0  # of the vector that Mamba's steps are made of
     joined: bool = False  # a delta net's beta and alpha come of one matrix, group by group
     may_lack_norm: bool = False
+    full_rank: bool = False  # KDA's decays and gates come of one matrix each
+    bound: float = 0.0  # of the logarithms of KDA's decays, which is below 0; 0: there is none
 
     @property
     def values(self) -> int:
@@ -53,7 +56,8 @@ class RecurrentConfig:
             return {"shortconv.in_proj": 3 * self.channels}
         if self.kind == KDA:
             parts = dict.fromkeys(("attn_q", "attn_k", "attn_v"), self.values)
-            return {**parts, "ssm_f_a": self.key_dim, "ssm_beta": self.heads, "ssm_g_a": self.key_dim}
+            rank = self.values if self.full_rank else self.key_dim
+            return {**parts, "ssm_f_a": rank, "ssm_beta": self.heads, "ssm_g_a": rank}
         if self.kind == MAMBA1:
             return {"ssm_in": 2 * self.values}
         if self.kind == MAMBA:
@@ -84,8 +88,10 @@ def read_recurrent(
         return RecurrentConfig(kind, recurrent, get("shortconv.l_cache", int), get("embedding_length", int))
     if kind == KDA:
         heads, size = get("attention.head_count", int), get("kda.head_dim", int)
-        kernel, channels = get("ssm.conv_kernel", int), 3 * heads * size
-        return RecurrentConfig(kind, recurrent, kernel, channels, heads, heads, size, size)
+        return RecurrentConfig(
+            kind, recurrent, get("ssm.conv_kernel", int), 3 * heads * size, heads, heads, size, size,
+            full_rank=state.full_rank, bound=_bound(metadata, arch, path) if state.bounded else 0.0,
+        )  # fmt: skip
     inner, key_dim, kernel = (get(f"ssm.{key}", int) for key in ("inner_size", "state_size", "conv_kernel"))
     if kind == MAMBA1:
         rank = get("ssm.time_step_rank", int)
@@ -100,6 +106,15 @@ def read_recurrent(
         kind, recurrent, kernel, inner + 2 * groups * key_dim, heads, groups, key_dim,
         inner // heads, tiled=state.tiled, joined=state.joined, may_lack_norm=state.may_lack_norm,
     )  # fmt: skip
+
+
+def _bound(metadata: Mapping[str, Any], arch: str, path: Path) -> float:
+    """The least logarithm of a decay."""
+    key = f"{arch}.kda.gate_lower_bound"
+    bound = metadata.get(key)
+    if not isinstance(bound, float) or bound >= 0:
+        raise BridgeError(f"{path}: {key} is {bound!r:.80}; must be below 0; convert the model again")
+    return bound
 
 
 def _layers_with_state(

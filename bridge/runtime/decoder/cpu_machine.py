@@ -186,7 +186,9 @@ class CpuMachine:
             self._for_each(ops.function("xielu"), address(gates), gates.shape[1], *numbers)
         else:
             pieces, width, shared = in_pieces(gates)
-            arguments = ops.activation(c.activation, ups is not None), address(gates), address(ups), width
+            limit = c.limits_of(index)[1]
+            function = ops.activation("limited" if limit else c.activation, ups is not None)
+            arguments = function, address(gates), address(ups), width, 0, bits(limit)
             if pieces > self.n:
                 self._add(*arguments, items=pieces, shared=shared)
             else:
@@ -239,6 +241,9 @@ class CpuMachine:
 
     def gate_heads(self, x: np.ndarray, gate: np.ndarray) -> None:
         heads, head_dim = self._head_sizes(x)
+        if gate.shape[1] == heads:
+            self._for_each(ops.function("weigh_heads"), address(gate), address(x), heads, head_dim)
+            return
         apart = gate.shape[1] // heads
         # of `split_gate` each head's gate follows its q
         first = address(gate) + 4 * (apart - head_dim)

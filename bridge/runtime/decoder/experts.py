@@ -8,8 +8,9 @@
 `Routing` says which. Llama 4 multiplies what an expert reads by w_e, not what it makes; Nemotron-H's have no gate, but
 relu(W_up,e x)^2, and in Nemotron 3 Super they read W_shorten x, and y is W_lengthen times their sum. Where experts are
 in groups, the k largest are those of the best groups: by their largest expert, or of sigmoids by the sum of their two
-largest. gpt-oss has biases everywhere, and clamps what it multiplies. Phi-MoE (SparseMixer, Liu et al. 2023,
-arXiv:2310.00811) chooses one after another: w is softmax over those logits l of the experts left for which
+largest. gpt-oss has biases everywhere, and clamps what it multiplies. Ling 3 bounds silu(gate) from above by a limit of
+the layer's experts, and up by it and its negative; the shared expert has another limit. Phi-MoE (SparseMixer, Liu et
+al. 2023, arXiv:2310.00811) chooses one after another: w is softmax over those logits l of the experts left for which
 l_max - l <= m max(|l|, l_max).
 
 `mix` says so in NumPy. `ExpertTables` writes it as rows of a table of calls, for a token or a prompt:
@@ -78,7 +79,7 @@ def mix(
     if experts.router_bias is not None:
         logits += experts.router_bias
     chosen, weights = route(logits, config.routing, experts.choice_bias)
-    act = ACTIVATIONS[config.activation]
+    act, of_shared = (bend(config.activation, limit) for limit in experts.limits)
     hidden, x = x, x if experts.shorten is None else product(experts.shorten, x)
     y = np.zeros_like(x)
     for expert in np.unique(chosen):
@@ -92,7 +93,7 @@ def mix(
     if experts.lengthen is not None:
         y = product(experts.lengthen, y)
     if experts.shared is not None:
-        added = _network(experts.shared, hidden, product, act)
+        added = _network(experts.shared, hidden, product, of_shared)
         y += added if experts.shared_gate is None else _sigmoid(hidden @ experts.shared_gate)[:, None] * added
     return y
 
@@ -158,6 +159,16 @@ def _clamped(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
     limit, slope = decoder_ops.LIMIT, decoder_ops.SLOPE
     x = np.minimum(gate, limit)
     return x * _sigmoid(slope * x) * (np.clip(up, -limit, limit) + np.float32(1))
+
+
+def _limited(gate: np.ndarray, up: np.ndarray, limit: np.float32) -> np.ndarray:
+    """The twin of decoder_ops.py's `limited`."""
+    return np.minimum(gate * _sigmoid(gate), limit) * np.clip(up, -limit, limit)
+
+
+def bend(name: str, limit: float) -> Callable[[np.ndarray, Any], np.ndarray]:
+    """(gate, up) -> activation(gate) * up of one of ACTIVATIONS; silu with a limit, unless that is 0."""
+    return partial(_limited, limit=np.float32(limit)) if limit else ACTIVATIONS[name]
 
 
 def _sigmoid(x: np.ndarray) -> np.ndarray:
@@ -226,9 +237,9 @@ class ExpertTables:
         program.add(expert_ops.function("gather"), address(block), items=1)
         self._multiply(firsts, x, gates, block, places, True)
         gate, up = gates[0], gates[1] if len(gates) > 1 else None
-        gated = address(block), address(gate), address(up), c.expert_inner, gate.strides[0]
-        shared = gate.size > _MIN_GATED_TO_SHARE
-        program.add(expert_ops.function(c.activation), *gated, items=rows, shared=shared)
+        limit, shared = experts.limits[0], gate.size > _MIN_GATED_TO_SHARE
+        gated = address(block), address(gate), address(up), c.expert_inner, gate.strides[0], bits(limit)
+        program.add(expert_ops.function("limited" if limit else c.activation), *gated, items=rows, shared=shared)
         self._multiply(lasts, gate[:, : c.expert_inner], [outs], block, places, False)
         mixed = address(block), address(outs), c.routing.used, c.expert_outer, outs.strides[0], address(y)
         program.add(expert_ops.function("mixed"), *mixed, items=every_token, shared=self.n > 1)
@@ -296,8 +307,9 @@ class ExpertTables:
         gate, up, down = experts.shared
         hidden, between, result = self.shared
         steps.products(x, [(gate, hidden), (up, between)])
-        arguments = address(hidden), address(between if up else None), self.config.shared_inner
-        function = decoder_ops.activation(self.config.activation, up is not None)
+        limit = experts.limits[1]
+        arguments = address(hidden), address(between if up else None), self.config.shared_inner, 0, bits(limit)
+        function = decoder_ops.activation("limited" if limit else self.config.activation, up is not None)
         steps.program.add(function, *arguments, items=every_token, shared=self.n > 1)
         steps.products(hidden, [(down, result)])
         weighed = address(x), address(experts.shared_gate), address(result), address(y), self.config.hidden

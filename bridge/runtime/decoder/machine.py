@@ -67,7 +67,7 @@ class Machine(Protocol):
         """
 
     def gate_heads(self, x: Value, gate: Value) -> None:
-        """x *= sigmoid of gates: those of `split_gate`, or as many values as x has."""
+        """x *= sigmoid of gates: those of `split_gate`, or as many values as x has, or one for each head."""
 
     def recur(self, layer: Recurrent, index: int, x: Value) -> Value:
         """What a layer with a state makes of x before its output matrix; the state changes."""

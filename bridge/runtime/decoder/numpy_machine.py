@@ -15,7 +15,7 @@ import numpy as np
 from bridge.gguf_file.architectures import CONVOLUTION, DELTA, KDA, MAMBA, MAMBA1
 from bridge.runtime.config.decoder_config import DecoderConfig
 from bridge.runtime.config.recurrent_config import RecurrentConfig
-from bridge.runtime.decoder.experts import ACTIVATIONS, mix
+from bridge.runtime.decoder.experts import ACTIVATIONS, bend, mix
 from bridge.runtime.decoder.machine import Linear
 from bridge.runtime.decoder.walk import embed, walk
 from bridge.runtime.layers.layers import Experts, Layer, LayerStreams, Recurrent, Weights
@@ -88,7 +88,7 @@ class NumpyMachine:
             below, above, share, most = c.xielu[index]
             bent = below * (np.expm1(np.minimum(gates, most)) - gates)
             return np.where(gates > 0, above * gates * gates, bent) + share * gates
-        return ACTIVATIONS[c.activation](gates, np.float32(1) if ups is None else ups)
+        return bend(c.activation, c.limits_of(index)[1])(gates, np.float32(1) if ups is None else ups)
 
     def gelu_times(self, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
         return ACTIVATIONS["gelu"](gate, up)
@@ -127,7 +127,7 @@ class NumpyMachine:
         return both[:, :, 0].reshape(len(q), -1), both[:, :, 1].reshape(len(q), -1)
 
     def gate_heads(self, x: np.ndarray, gate: np.ndarray) -> None:
-        x *= _sigmoid(gate)
+        x *= np.repeat(_sigmoid(gate), x.shape[1] // gate.shape[1], axis=1)
 
     def fit_heads(self, x: np.ndarray, heads: int, size: int, name: str) -> np.ndarray:
         each = x.reshape(len(x), heads, -1)
@@ -212,7 +212,7 @@ class NumpyMachine:
             b, gate, values = np.split(first, 3, axis=1)
             return gate * self._convolved(layer, index, b * values, c)
         if c.kind in (DELTA, KDA):
-            z = inputs[1] if c.kind == DELTA else self._product(layer.second[1], inputs[5])
+            z = inputs[1] if c.kind == DELTA else self._of_low_rank(layer, 1, inputs[5])
             gate = z * _sigmoid(z) if c.kind == DELTA else _sigmoid(z)
             out = rms(self._delta(layer, index, inputs, c), layer.norm, self.config.norm_eps)
             return out.reshape(len(x), -1) * gate
@@ -238,20 +238,25 @@ class NumpyMachine:
         mixed = self._convolved(layer, index, inputs[0] if c.kind == DELTA else np.concatenate(inputs[:3], axis=1), c)
         q, k = (_unit(mixed[:, first : first + keys].reshape(n, c.groups, -1)) for first in (0, keys))
         if c.kind == KDA:
-            beta, alpha = inputs[4], self._product(layer.second[0], inputs[3])
+            beta, alpha = inputs[4], self._of_low_rank(layer, 0, inputs[3])
         elif c.joined:  # group by group
             beta, alpha = (part.reshape(n, -1) for part in np.split(inputs[2].reshape(n, c.groups, -1), 2, axis=2))
         else:
             beta, alpha = inputs[2], inputs[3]
         assert layer.decay is not None
-        steps = np.logaddexp(0, alpha + layer.dt_bias).reshape(n, c.heads, -1)  # one for each head, or channel
-        decays, beta = np.exp(layer.decay[:, None] * steps), _sigmoid(beta)
+        alpha, beta = (alpha + layer.dt_bias).reshape(n, c.heads, -1), _sigmoid(beta)  # for each head, or channel
+        rates = layer.decay[:, None]
+        decays = np.exp(c.bound * _sigmoid(rates * alpha) if c.bound else rates * np.logaddexp(0, alpha))
 
         def change(state: np.ndarray, t: int, key: np.ndarray, v: np.ndarray) -> np.ndarray:
             known = np.einsum("hkv,hk->hv", decays[t][:, :, None] * state, key)
             return beta[t][:, None] * (v - known)
 
         return self._recurred(index, q / c.key_dim**0.5, k, mixed[:, 2 * keys :], decays, change, c)
+
+    def _of_low_rank(self, layer: Recurrent, number: int, x: np.ndarray) -> np.ndarray:
+        """KDA's steps (0), or gates (1), of their matrix's result: what a second one makes of it, if there is one."""
+        return self._product(layer.second[number], x) if layer.second else x
 
     def _mamba2(self, layer: Recurrent, index: int, first: np.ndarray, c: RecurrentConfig) -> np.ndarray:
         n, keys = len(first), c.groups * c.key_dim

@@ -5,7 +5,7 @@
                           y = norm(recur(q, k, v)) * silu(z)
     KDA                   q, k, v = convolve(W_q x^), convolve(W_k x^), convolve(W_v x^)
                           alpha, z = W_fb W_fa x^, W_gb W_ga x^      beta = W_b x^
-                          y = norm(recur(q, k, v)) * sigmoid(z)
+                          y = norm(recur(q, k, v)) * sigmoid(z)      in Ling 3 alpha, z = W_f x^, W_g x^
     Mamba-2               z, (v, k, q), dt = W_in x^, the middle convolved
                           y = norm((recur(q, k, v) + D v) * silu(z))
     Mamba                 x, z = W_in x^, x convolved      dt, k, q = norms of W_x x
@@ -42,8 +42,11 @@ class _Rows:
         by_channel = c.kind == KDA
         self.keys = np.zeros((c.groups, n, 4 if by_channel else 2, c.key_dim), np.float32)  # after the queries
         self.low = buffer(n, c.rank and c.rank + 2 * c.key_dim)  # Mamba's
-        self.rates = buffer(n, c.values if c.rank or by_channel else 0)
-        self.joined, self.z = (buffer(n, size if by_channel else 0) for size in (c.channels, c.values))
+        of_low_rank = by_channel and not c.full_rank
+        self.rates = buffer(n, c.values if c.rank or of_low_rank else 0)
+        self.joined, self.z = (buffer(n, size) for size in (c.channels * by_channel, c.values * of_low_rank))
+        if by_channel and c.full_rank:
+            self.rates, self.z = self.inputs[3], self.inputs[5]
 
 
 class RecurrentBuffers:
@@ -81,7 +84,7 @@ class RecurrentBuffers:
             ops.SILU: int(c.kind != CONVOLUTION), ops.HEADS: c.heads, ops.GROUPS: c.groups, ops.KEY_DIM: c.key_dim,
             ops.VALUE_DIM: c.value_dim, ops.Q_AT: _FLOAT * q, ops.K_AT: _FLOAT * k, ops.V_AT: _FLOAT * v,
             ops.DELTA: int(delta), ops.BY_CHANNEL: int(c.kind == KDA), ops.TILED: int(c.tiled), ops.EPS: bits(eps),
-            ops.RANK: c.rank,
+            ops.RANK: c.rank, ops.BOUND: bits(c.bound),
             ops.RUN: c.heads // c.groups if c.joined else c.heads,
         }  # fmt: skip
         for word, value in words.items():
@@ -186,8 +189,8 @@ class RecurrentBuffers:
             self._multiply(program, rows.inputs[0][:, 2 * c.channels :], rows.inputs[0])
         if c.kind == KDA:
             f_a, _, g_a = rows.inputs[3:]
-            steps.products(f_a, [(layer.second[0], rows.rates)])
-            steps.products(g_a, [(layer.second[1], rows.z)])
+            for matrix, low, y in zip(layer.second, (f_a, g_a), (rows.rates, rows.z), strict=False):
+                steps.products(low, [(matrix, y)])
             for start, x in zip(range(0, c.channels, c.values), rows.inputs, strict=False):
                 channels = address(rows.joined) + _FLOAT * start, rows.joined.strides[0], c.values
                 steps.program.add(

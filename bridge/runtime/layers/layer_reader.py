@@ -122,7 +122,8 @@ class LayerReader:
         )  # fmt: skip
         layer.decay, layer.dt_bias = self._folded("ssm_a", c.heads), self._folded("ssm_dt.bias", c.values)
         layer.norm = self._vector("ssm_norm.weight", c.value_dim, True)
-        layer.second = tuple(self._matrix(part, c.values, c.key_dim) for part in ("ssm_f_b", "ssm_g_b"))
+        if not c.full_rank:
+            layer.second = tuple(self._matrix(part, c.values, c.key_dim) for part in ("ssm_f_b", "ssm_g_b"))
         return layer
 
     def _read_mamba1(self, layer: Recurrent, c: RecurrentConfig) -> None:
@@ -198,6 +199,8 @@ class LayerReader:
             "latent_k": self._floats("attn_k_b.weight", c.heads, latent.rank, latent.plain),
             "latent_v": self._floats("attn_v_b.weight", c.heads, latent.value, latent.rank),
         }
+        if c.graph.gate_matrix:
+            parts["head_gate"] = self._matrix("attn_gate", c.heads, c.hidden)
         if rank:
             parts["q_a"] = self._matrix("attn_q_a", rank, c.hidden)
             parts["q_a_norm"] = self._vector("attn_q_a_norm.weight", rank, True)
@@ -232,6 +235,7 @@ class LayerReader:
             networks=[(*first, down[e]) for e, first in enumerate(self._first_of_experts())],
             router_bias=self._vector("ffn_gate_inp.bias", c.experts),
             choice_bias=self._vector(f"exp_probs_b{'' if self._has('exp_probs_b') else '.bias'}", c.experts),
+            limits=c.limits_of(self.index),
         )
         if self._has("ffn_gate_exps.bias"):
             sizes = {"gate": c.expert_inner, "up": c.expert_inner, "down": c.hidden}

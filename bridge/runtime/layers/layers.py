@@ -20,6 +20,7 @@ class Experts:
     shared_gate  float32 [hidden], whose sigmoid weighs it; None: it is added as it is
     shorten      [latent, hidden], which makes the shorter vector that experts other than the shared one read, and
     lengthen     [hidden, latent], which reads the sum of what they make of it
+    limits       as `DecoderConfig.limits_of` has them; the shared expert is one of the other networks
     """
 
     router: np.ndarray
@@ -31,6 +32,7 @@ class Experts:
     shared_gate: np.ndarray | None = None
     shorten: QuantTensor | None = None
     lengthen: QuantTensor | None = None
+    limits: tuple[float, float] = (0.0, 0.0)
 
 
 @record(frozen=False)
@@ -97,10 +99,11 @@ class Recurrent:
     inputs       as `RecurrentConfig.inputs` names them
     out          the output matrix
     convolution  [kernel, channels], the newest token's last
-    decay        negative: -exp(A_log); Mamba's as its states are, [values / 16, key_dim, 16]
+    decay        negative: -exp(A_log), but exp(A_log) where `RecurrentConfig.bound` is; Mamba's as its states are,
+                 [values / 16, key_dim, 16]
     skip         D of Mamba and Mamba-2
     second       Mamba's matrices that make steps, keys and queries of what is convolved, and steps of a shorter vector;
-                 KDA's that make steps, and the output's gate, of a shorter vector each
+                 KDA's that make steps, and the output's gate, of a shorter vector each, where there is one
     norms        of that vector, and of keys and queries
     """
 

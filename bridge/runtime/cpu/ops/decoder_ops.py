@@ -141,6 +141,12 @@ def clamp(gate, up):
     return x * (min(max(up, -LIMIT), LIMIT) + np.float32(1.0)) / (np.float32(1.0) + exp(-SLOPE * x))
 
 
+@inner
+def limited(gate, up, limit):
+    """min(silu(gate), limit) clip(up, -limit, limit)."""
+    return min(silu_times(gate, np.float32(1.0)), limit) * min(max(up, -limit), limit)
+
+
 def _gated(gate, up, inner, stride, _0, _1, _2, first, last):
     """gate = activate(gate, up), float32 [tokens, inner]. In place, and only so: a check for overlap would fail.
 
@@ -151,6 +157,16 @@ def _gated(gate, up, inner, stride, _0, _1, _2, first, last):
         u = floats(up + (stride if stride else 4 * inner) * t, inner)
         for i in range(inner):
             g[i] = activate(g[i], u[i])
+
+
+def _limited(gate, up, inner, _0, limit, _1, _2, first, last):
+    """gate = limited(gate, up) in place, float32 [tokens, inner]. limit: the bits of a float64."""
+    most = np.float32(np.int64(limit).view(np.float64))
+    for t in range(first, last):
+        g = floats(gate + 4 * inner * t, inner)
+        u = floats(up + 4 * inner * t, inner)
+        for i in range(inner):
+            g[i] = limited(g[i], u[i], most)
 
 
 def _ungated(x, _0, inner, _1, _2, _3, _4, first, last):
@@ -243,6 +259,15 @@ def _gate_heads(gates, x, heads, head_dim, apart, _1, _2, first, last):
             y[i] /= np.float32(1.0) + exp(-gate[i])
 
 
+def _weigh_heads(gates, x, heads, head_dim, _0, _1, _2, first, last):
+    """x [tokens, heads, head_dim] *= sigmoid of the gates [tokens, heads]."""
+    for head in range(first * heads, last * heads):
+        divisor = np.float32(1.0) + exp(-floats(gates + 4 * head, 1)[0])
+        y = floats(x + 4 * head_dim * head, head_dim)
+        for i in range(head_dim):
+            y[i] /= divisor
+
+
 def _fit_heads(x, y, heads, size, fitted, _0, _1, first, last):
     """y [tokens, heads, fitted] of x [tokens, heads, size]: heads cut off, or filled with zeros."""
     for head in range(first * heads, last * heads):
@@ -255,8 +280,9 @@ def _fit_heads(x, y, heads, size, fitted, _0, _1, first, last):
 FUNCTIONS: dict[str, Any] = {
     "norm": _norm, "layer_norm": _layer_norm, "swiglu": _gated, "geglu": _gated, "gelu": _ungated, "reglu2": _gated,
     "relu2": _ungated, "clamped": _gated, "xielu": _xielu, "sparsify": _sparsify, "scale": _scale, "add": _add,
-    "add_rows": _add_rows, "split_gate": _split_gate, "gate_heads": _gate_heads, "fit_heads": _fit_heads,
-    "erf_gated": _gated, "erf": _ungated,
+    "add_rows": _add_rows, "split_gate": _split_gate, "gate_heads": _gate_heads,
+    "weigh_heads": _weigh_heads, "fit_heads": _fit_heads,
+    "erf_gated": _gated, "erf": _ungated, "limited": _limited,
 }  # fmt: skip
 _ACTIVATIONS = {
     "swiglu": silu_times, "geglu": gelu_times, "gelu": gelu_times, "reglu2": relu2_times, "relu2": relu2_times,
@@ -272,7 +298,10 @@ def function(name: str) -> CFunction:
 
 
 def activation(name: str, gated: bool) -> Any:
-    """(x, factors, width) of silu, gelu, erf, relu2 or clamped as a C function; without factors if it is not gated."""
+    """(x, factors, width) of silu, gelu, erf, relu2 or clamped as a C function; without factors if it is not gated.
+
+    Of limited (x, factors, width, 0, limit).
+    """
     return function(_OF_GATES.get(name, name) if gated else name)
 
 

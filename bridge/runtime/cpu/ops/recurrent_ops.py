@@ -48,8 +48,8 @@ from bridge.system.kernels.memory import LANES, array_at, array_on_stack, floats
  # Mamba's, see `_split_steps`
  RANK, K_NORM, Q_NORM,
  # KDA's: a state decays by channel, and z's gate is a sigmoid
- BY_CHANNEL,
- WORDS) = range(45)  # fmt: skip
+ BY_CHANNEL, BOUND,
+ WORDS) = range(46)  # fmt: skip
 
 CHANNELS_AT_ONCE = 512
 TOKENS_AT_ONCE = 16  # whose keys and queries, 1 KB each for heads of 128, stay in the first cache with 16 columns
@@ -249,14 +249,15 @@ def _gates(blocks, count, _0, _1, _2, _3, _4, first, last):
 
 
 def _gates_by_channel(blocks, count, _0, _1, _2, _3, _4, first, last):
-    """KDA: A [tokens, heads, key_dim] becomes how much of each row of a state stays, exp(a softplus(A + dt_bias)).
+    """KDA: A [tokens, heads, key_dim] becomes how much of each row of a state stays, exp(a softplus(A + dt_bias)), or
+    with a BOUND (below 0) exp(BOUND sigmoid(a (A + dt_bias))).
 
     GATES [tokens, heads, 2]: one, and sigmoid(beta). KEYS: q and k, normalized, and both times A.
     """
     for item in range(first, last):
         block, t = _block_of(blocks, item, count)
         p = array_at(block, WORDS, np.int64)
-        heads, d = p[HEADS], p[KEY_DIM]
+        heads, d, bound = p[HEADS], p[KEY_DIM], np.float32(array_at(block, WORDS, np.float64)[BOUND])
         decay, betas = floats(p[DECAY], heads), floats(p[B] + 4 * heads * t, heads)
         gates = floats(p[GATES] + 8 * heads * t, 2 * heads)
         row = p[MIXED] + 4 * p[CHANNELS] * t
@@ -266,7 +267,11 @@ def _gates_by_channel(blocks, count, _0, _1, _2, _3, _4, first, last):
             stays = floats(p[A] + p[GATE_STRIDE] * t + 4 * d * h, d)
             bias = floats(p[DT_BIAS] + 4 * d * h, d)
             for i in range(d):
-                stays[i] = exp(decay[h] * _softplus(stays[i] + bias[i]))
+                step = stays[i] + bias[i]
+                if bound < np.float32(0):
+                    stays[i] = exp(bound / (np.float32(1) + exp(-decay[h] * step)))
+                else:
+                    stays[i] = exp(decay[h] * _softplus(step))
             keys = p[KEYS] + p[KEYS_STRIDE] * h + 16 * d * t
             _copied(floats(row + p[Q_AT] + 4 * d * h, d), floats(keys, d), 1.0 / np.sqrt(np.float64(d)), 1)
             _copied(floats(row + p[K_AT] + 4 * d * h, d), floats(keys + 4 * d, d), 1.0, 1)
