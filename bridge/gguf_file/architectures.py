@@ -58,7 +58,9 @@ class State:
     may_lack_norm: bool = False  # models may have no norm after it
     tiled: bool = False  # state h has the keys of head h modulo the groups, rather than of head h * groups / heads
     joined: bool = False  # a delta net's beta and alpha come of one matrix, group by group
-    full_gate: bool = False  # KDA's gate of the output is made by one matrix, not by two of low rank
+    full_decay: str = ""  # the matrix that makes KDA's decays alone; "": two of low rank do, ssm_f_a and ssm_f_b
+    full_gate: str = ""  # that which makes the gates of its output; "": ssm_g_a and ssm_g_b do
+    bounded: bool = False  # KDA's decays have a bound in all models, kda.gate_lower_bound
 
 
 @record
@@ -68,6 +70,7 @@ class Graph:
     # attention
     causal: bool = True  # tokens attend to those before them alone, if attention.causal does not say so
     neighbours: bool = False  # rotary pairs are neighbours (2i, 2i + 1) rather than halves (i, i + n/2)
+    halves_of_images: bool = False  # but halves in models with rope.dimension_sections, which see images
     normed: bool = False  # q and k are normalized, each head or all of them together
     normed_together: bool = False  # they are so together: one norm for the heads of q, one for those of k
     norms_rotated: bool = False  # they are normalized after the rotation, not before
@@ -76,6 +79,7 @@ class Graph:
     values_normed: bool = False  # by no weights; where a layer has no matrix for values they are the keys
     output_gate: bool = False  # results are multiplied by a sigmoid; its rows follow those of each head in q's matrix
     gate_matrix: bool = False  # they are by that of what a matrix of its own makes, attn_gate: of each element or head
+    some_gates: bool = False  # but in layers without such a matrix in the file
     softplus: bool = False  # they are by a softplus of it
     latent: bool = False  # keys and values are made of a latent vector
     still: bool = False  # rotations are by no angle: of latent attention's keys too the part that others rotate
@@ -250,8 +254,12 @@ ARCHITECTURES = {
     "deepseek2": Graph(**_LATENT, sigmoid_vocab=154880),  # GLM-4.7-Flash, whose first files lack the key
     "kimi-linear": Graph(latent=True, still=True, sigmoid=True, shared_experts=0, state=State(KDA)),
     "kimi-k3": Graph(
-        latent=True, still=True, gate_matrix=True, situ=True, sigmoid=True, unnormalized=True, shared_experts=0,
-        put_aside=True, state=State(KDA, full_gate=True),
+        latent=True, still=True, gate_matrix=True, some_gates=True, situ=True, sigmoid=True, unnormalized=True,
+        shared_experts=0, put_aside=True, state=State(KDA, full_gate="ssm_g"),
+    ),
+    "bailingmoe3": Graph(
+        **(_LATENT | {"shared_experts": 1}), halves_of_images=True, gate_matrix=True,
+        state=State(KDA, full_decay="ssm_f_a", full_gate="ssm_g_a", bounded=True),
     ),
     "deepseek32": _INDEXED, "glm-dsa": _INDEXED, "mistral4": Graph(**_LATENT),
     "lfm2": Graph(**_CONVOLVED), "lfm2moe": Graph(**_CONVOLVED, sigmoid=True),

@@ -31,8 +31,7 @@ torch = pytest.importorskip("torch")
 
 WINDOWS, WINDOW = 3, 256
 LEFT_TO_LLAMA_CPP = {
-    "deepseek4", "dots3-note", "glm5-next", "hy-v4", "ling3",
-    "qwen4exp", "step35",
+    "deepseek4", "dots3-note", "glm5-next", "hy-v4", "qwen4exp", "step35",
 }  # fmt: skip
 FIELDS = OF_LOGITS | {"minimax-m3": ALL_BLOCKS}
 LIMITS = {

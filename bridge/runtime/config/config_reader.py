@@ -17,6 +17,7 @@ from bridge.runtime.config.recurrent_config import read_recurrent
 from bridge.runtime.cpu.ops.stream_ops import STREAMS
 
 _POOLINGS = {0: "", 1: "mean", 2: "cls", 3: "last", 4: "rank"}  # pooling_type
+_LEAST_LIMIT = 1e-6  # to llama.cpp; smaller ones are none
 _GATINGS = {1: False, 2: True, 3: False}  # expert_gating_func -> whether it is a sigmoid
 
 
@@ -151,6 +152,8 @@ def _read(metadata: Mapping[str, Any], arch: str, path: Path, graph: Graph) -> D
         graph = replace(graph, unrotated_every=0)
     if graph.unit_norms and experts == graph.no_unit_norms:
         graph = replace(graph, unit_norms=False)
+    if graph.halves_of_images and all(metadata.get(f"{arch}.rope.dimension_sections", [0])[:2]):
+        graph = replace(graph, neighbours=False)
     if metadata.get(f"{arch}.hidden_activation") == "silu":
         graph = replace(graph, gelu=False)
     causal = bool(metadata.get(f"{arch}.attention.causal", graph.causal))
@@ -192,6 +195,7 @@ def _read(metadata: Mapping[str, Any], arch: str, path: Path, graph: Graph) -> D
         head_pooling=_read_pooling(metadata, arch, "classifier.pooling_type", path)
         or ("mean" if graph.head_mean else "last" if causal else "cls"),
         relu2=graph.relu2 or metadata.get(f"{arch}.hidden_activation") == "relu2", inners=inners, recurrent=recurrent,
+        limits=_read_limits(metadata, arch, blocks, path),
     )  # fmt: skip
 
 
@@ -320,6 +324,21 @@ def _read_aside(metadata: Mapping[str, Any], arch: str, path: Path) -> int:
             "again"
         )
     return count
+
+
+def _read_limits(metadata: Mapping[str, Any], arch: str, blocks: int, path: Path) -> tuple[tuple[float, float], ...]:
+    """What bounds each layer's activations, see `DecoderConfig.limits`; () where nothing does."""
+    limits = []
+    for key in (f"{arch}.swiglu_clamp_exp", f"{arch}.swiglu_clamp_shexp"):
+        value = metadata.get(key, 0.0)
+        each = value if isinstance(value, list) else blocks * [value]
+        if len(each) < blocks or not all(isinstance(one, float) and one >= 0 for one in each):
+            raise BridgeError(
+                f"{path}: {key} is {value!r:.80}; must be a number for each of {blocks} layers, 0 or more; convert the "
+                "model again"
+            )
+        limits.append([one if one > _LEAST_LIMIT else 0.0 for one in each[:blocks]])
+    return tuple(zip(*limits, strict=True)) if any(map(any, limits)) else ()
 
 
 def _kv_heads(

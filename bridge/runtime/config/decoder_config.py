@@ -104,6 +104,7 @@ class DecoderConfig:
     situ: tuple[float, ...] = ()  # what tanh keeps gates, and what they multiply, within; see decoder_ops.py
     aside_every: int = 0  # every so many layers, from the first on, the state is put aside; 0: it never is
     recurrent: RecurrentConfig | None = None  # the layers with a state, where there are some
+    limits: tuple[tuple[float, float], ...] = ()  # of each layer's experts, and of its other networks: see experts.py
     inners: tuple[int, ...] = ()  # of each layer, if not all are alike; 0: it has no network
     chosen: int = 0  # tokens that an indexer chooses to attend to; up to so many all are attended to
     tapped: tuple[int, ...] = ()  # layers before which a drafter reads the states; `layers`: after the last
@@ -191,6 +192,14 @@ class DecoderConfig:
         if self.situ:
             return "situ"
         return "clamped" if self.graph.clamped else "relu2" if self.relu2 else "silu"
+
+    def limits_of(self, layer: int) -> tuple[float, float]:
+        """What bounds a layer's activations: those of its experts, and of its other networks; 0: nothing does."""
+        return self.limits[layer] if self.limits else (0.0, 0.0)
+
+    def activation_within(self, limit: float) -> tuple[str, tuple[float, ...]]:
+        """`activation`, or limited where there is a limit; and its numbers, see decoder_ops.py."""
+        return ("limited", (limit,)) if limit else (self.activation, self.situ)
 
     def windowed(self, layer: int) -> bool:
         """Whether a layer attends to a window alone."""
