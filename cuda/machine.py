@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from bridge.cuda.context_memory import ContextMemory
 from bridge.cuda.norm import rms
-from bridge.cuda.product.gates import by_torch
+from bridge.cuda.product.gates import by_torch, limited
 from bridge.cuda.product.products import Gated, Stack, Vector
 from bridge.cuda.recurrent.layer import DeviceRecurrent
 from bridge.cuda.routed_experts import DeviceExperts
@@ -70,7 +70,7 @@ class CudaMachine:
         self.dependent = False
         graph = self.config.graph
         # a norm's result, by several products
-        self._read_twice = graph.parallel or graph.gate_matrix or self.config.streams > 0
+        self._read_twice = graph.parallel or graph.gate_matrix or graph.head_gates or self.config.streams > 0
 
     # what the two do in ways of their own
 
@@ -168,7 +168,7 @@ class CudaMachine:
         c = self.config
         cut = c.sparsity[index] if c.sparsity else -math.inf
         if not c.xielu and not math.isfinite(cut):
-            gated = self.weights.gated(gate, up, c.activation)
+            gated = self.weights.gated(gate, up, limited(c.activation, c.limits[index] if c.limits else 0.0))
             self._waiting = activation = Activation(gated, self._operand(x, gated))
             return activation
         first, second = self.products(x, gate=gate, up=up)
@@ -249,7 +249,8 @@ class CudaMachine:
         return both[:, :, 0].reshape(self.n, -1), both[:, :, 1].reshape(self.n, -1)
 
     def gate_heads(self, x: Value, gate: Value) -> None:
-        self._changing(x).mul_(self.rows(gate).sigmoid())
+        gates = self.rows(gate).sigmoid()
+        self._changing(x).unflatten(1, (gates.shape[1], -1)).mul_(gates[:, :, None])
 
     def fit_heads(self, x: Value, heads: int, size: int, name: str) -> Any:
         import torch

@@ -31,7 +31,7 @@ def _unsupported(file: GGUFFile, c: DecoderConfig, kv: str, precision: str) -> s
         return "delta attention whose state decays by channel"
     if c.latent is not None:
         return latent_attention.unsupported(c, kv, precision)
-    heads = sorted({c.heads_of(layer)[:2] for layer in c.attending})
-    if any(dim % 8 for _, dim in heads) or not attention_kind.supported(c, kv):
-        return f"{c.heads} heads over {' and '.join(f'{kv} of {dim}' for kv, dim in heads)} with kv {kv}"
+    heads = sorted({c.heads_of(layer)[:3] for layer in c.attending})
+    if any(dim % 8 for _, _, dim in heads) or not attention_kind.supported(c, kv):
+        return f"{' and '.join(f'{count} heads over {own} of {dim}' for count, own, dim in heads)} with kv {kv}"
     return None

@@ -41,7 +41,7 @@ class AttentionKind:
         """The attention of a layer of a model; `normed`: by weights of a head's size."""
         heads, windowed = c.heads_of(layer), c.windowed(layer)
         return cls(
-            heads.dim, c.heads // heads.kv, heads.rotated, bool(heads.rotated) and c.graph.neighbours, normed,
+            heads.dim, heads.q // heads.kv, heads.rotated, bool(heads.rotated) and c.graph.neighbours, normed,
             normed and c.graph.norms_rotated, windowed, windowed and c.graph.chunked, c.score_cap > 0, c.graph.sinks,
             c.temperature != 0 and c.tempered(layer), c.makes_keys(layer),
         )  # fmt: skip
@@ -62,5 +62,5 @@ def supported(c: DecoderConfig, kv: str) -> bool:
     """Whether there are kernels for all layers with attention, over a cache of that kind; not for latent vectors."""
     if c.latent is not None:
         return False
-    shapes = {(heads.dim, heads.kv) for heads in map(c.heads_of, c.attending)}
-    return all(c.heads % own == 0 and attention_shape.supported(dim, c.heads // own, kv) for dim, own in shapes)
+    shapes = {heads[:3] for heads in map(c.heads_of, c.attending)}
+    return all(count % own == 0 and attention_shape.supported(dim, count // own, kv) for count, own, dim in shapes)

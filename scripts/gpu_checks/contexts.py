@@ -138,7 +138,7 @@ MODELS = {
     "a cap": config(8, 4, 256, "w-", window=500, score_cap=5.0),
     "sinks": config(16, 2, 64, "w-", window=128, graph=Graph(sinks=True)),
     "heads of 512, shared keys": config(
-        16, 2, 512, "w-w-", window=512, local_heads=Heads(4, 256, 256), shared_kv=2, graph=Graph(normed=True)
+        16, 2, 512, "w-w-", window=512, local_heads=Heads(16, 4, 256, 256), shared_kv=2, graph=Graph(normed=True)
     ),
     "chunks": config(
         10, 2, 128, "w-", window=1024, temperature=0.1, temperature_length=500,

@@ -58,7 +58,7 @@ MODELS = {
     "neighbours, a part rotated": config(4, 2, 80, 32, graph=Graph(neighbours=True, normed=True)),
     "shared": config(4, 2, 64, shared_kv=1, graph=Graph(normed=True), window=50, windows=(True, True)),
     "heads of 512": config(8, 1, 512, 128, graph=Graph(normed=True), attention_scale=0.1),
-    "others in windows": config(8, 1, 64, 16, window=40, local_heads=Heads(2, 32, 32), **WINDOW),
+    "others in windows": config(8, 1, 64, 16, window=40, local_heads=Heads(8, 2, 32, 32), **WINDOW),
     "20 heads a key": config(20, 1, 64, window=33, **WINDOW),
     "5 heads of 32": config(5, 1, 32),
 }
@@ -374,7 +374,7 @@ def test_machine_code_of_prompts_keeps_everything_in_registers() -> None:
 
 def test_a_model_is_supported_if_all_its_layers_are() -> None:
     assert all(supported(c, kv) for c in MODELS.values() for kv in ("f16", "f32"))
-    assert not supported(config(4, 2, 64, window=9, local_heads=Heads(1, 2048, 64), **WINDOW), "f16")
+    assert not supported(config(4, 2, 64, window=9, local_heads=Heads(4, 1, 2048, 64), **WINDOW), "f16")
     assert not supported(config(4, 3, 64), "f16")
     assert not supported(config(65, 1, 64), "f16")
     with pytest.raises(BridgeError, match="not a multiple of 16 bytes; use f16"):

@@ -26,7 +26,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="no other system tell
 @linux
 @pytest.mark.parametrize("kind", ["f16", "q8_0", "f32"])
 def test_a_first_token_takes_little_of_a_long_context(kind: str) -> None:
-    heads, stored = Heads(4, 64, 64), {layer: layer for layer in range(8)}
+    heads, stored = Heads(4, 4, 64, 64), {layer: layer for layer in range(8)}
     config: Any = SimpleNamespace(stored=stored, heads_of=lambda _: heads, latent=None, recurrent=None)
     before = resident()
     cache = KVCache(config, 1 << 14, kind)

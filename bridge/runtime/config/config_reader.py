@@ -17,6 +17,7 @@ from bridge.runtime.config.recurrent_config import read_recurrent
 from bridge.runtime.cpu.ops.stream_ops import STREAMS
 
 _POOLINGS = {0: "", 1: "mean", 2: "cls", 3: "last", 4: "rank"}  # pooling_type
+_LEAST_LIMIT = 1e-6  # of swiglu_clamp_exp and _shexp; up to it there is none
 _GATINGS = {1: False, 2: True, 3: False}  # expert_gating_func -> whether it is a sigmoid
 
 
@@ -89,22 +90,26 @@ def _read(metadata: Mapping[str, Any], arch: str, path: Path, graph: Graph) -> D
         window, windows = read_windows(arch, lambda key: metadata.get(f"{arch}.{key}"), layers)
     except BridgeError as problem:
         raise BridgeError(f"{path}: {problem}") from None
-    heads = kv_heads = local_kv = head_dim = rotated = 0
+    heads = kv_heads = local_q = local_kv = head_dim = rotated = 0
     if recurrent is None or graph.side_by_side or not all(recurrent.layers):
-        heads = get("attention.head_count", int)
-        kv_heads, local_kv = _kv_heads(metadata, arch, heads, windows, path)
+        heads, local_q = _by_kind(metadata, arch, "attention.head_count", windows, get, path)
+        kv_heads, local_kv = _by_kind(metadata, arch, "attention.head_count_kv", windows, get, path, heads)
         head_dim = get("attention.key_length", int, max(1, hidden // heads))
         rotated = get("rope.dimension_count", int, head_dim)
     if recurrent is not None and recurrent.kind == MAMBA and metadata.get(f"{arch}.rope.scaling.finetuned") is False:
         rotated = 0  # llama.cpp's sign for it
-    if kv_heads and heads % kv_heads:
-        raise BridgeError(f"{path}: {heads} heads cannot share {kv_heads} key-value heads; convert the model again")
+    for count, own in ((heads, kv_heads), (local_q, local_kv)):
+        if own and count % own:
+            raise BridgeError(f"{path}: {count} heads cannot share {own} key-value heads; convert the model again")
+    local_rotated = rotated
+    if graph.windows is not None and graph.windows.alone_whole:
+        rotated //= 2
     latent = _read_latent(metadata, arch, head_dim, rotated, get, path) if graph.latent else None
     local_heads = None
     if f"{arch}.attention.key_length_swa" in metadata:
-        local_heads = _read_local_heads(local_kv, heads, get, path)
-    elif local_kv != kv_heads:
-        local_heads = Heads(local_kv, head_dim, rotated)
+        local_heads = _read_local_heads(local_q, local_kv, get, path)
+    elif (local_q, local_kv, local_rotated) != (heads, kv_heads, rotated):
+        local_heads = Heads(local_q, local_kv, head_dim, local_rotated)
     usual = head_dim if latent is None else latent.rank
     values = get("attention.value_length", int, usual) if heads and latent is None else usual
     same = values <= usual
@@ -142,6 +147,7 @@ def _read(metadata: Mapping[str, Any], arch: str, path: Path, graph: Graph) -> D
         shared_inner = get("expert_shared_feed_forward_length", int)
     elif graph.shared_experts is not None:
         shared_inner = expert_inner * int(metadata.get(f"{arch}.expert_shared_count", graph.shared_experts))
+    plain = leading or inners or graph.beside or graph.expert_every != 1 or graph.by_router  # some layers have none
     temperature, length, offset = float(metadata.get(f"{arch}.attention.temperature_scale", 0.0)), 0, 0
     original = get("rope.scaling.original_context_length", int, context)
     if graph.temperature is not None and windows:
@@ -160,7 +166,7 @@ def _read(metadata: Mapping[str, Any], arch: str, path: Path, graph: Graph) -> D
         graph, rms = replace(graph, layer_norm=False), "rms_"
     return DecoderConfig(
         arch=arch, layers=layers, predicting=predicting, hidden=hidden,
-        inner=inner if leading or inners or graph.beside or graph.expert_every != 1 or not experts else expert_inner,
+        inner=expert_inner if experts and not plain else inner,
         heads=heads, kv_heads=kv_heads, head_dim=head_dim, rotated=rotated,
         context=min(context, chosen) if chosen else context, chosen=chosen,
         norm_eps=get(f"attention.layer_norm_{rms}epsilon", float), attention_scale=scale, graph=graph, rope_base=base,
@@ -183,6 +189,8 @@ def _read(metadata: Mapping[str, Any], arch: str, path: Path, graph: Graph) -> D
         streams=_read_streams(metadata, arch, path) if graph.streams else 0,
         sparsity=tuple(metadata.get(f"{arch}.activation_sparsity_scale", ())),
         xielu=_read_xielu(metadata, layers, path) if graph.xielu else (),
+        limits=_read_limits(metadata, f"{arch}.swiglu_clamp_shexp", blocks, path),
+        expert_limits=_read_limits(metadata, f"{arch}.swiglu_clamp_exp", blocks, path),
         rotated_layers=_read_rotated(metadata, arch, layers, path), causal=causal,
         pooling=_read_pooling(metadata, arch, "pooling_type", path),
         head_pooling=_read_pooling(metadata, arch, "classifier.pooling_type", path)
@@ -212,15 +220,15 @@ def _read_latent(
     return latent
 
 
-def _read_local_heads(kv_heads: int, heads: int, get: Callable[..., Any], path: Path) -> Heads:
+def _read_local_heads(heads: int, kv_heads: int, get: Callable[..., Any], path: Path) -> Heads:
     """Those of layers with a window, where they have sizes of their own."""
     dim = get("attention.key_length_swa", int)
-    if get("attention.value_length_swa", int, dim) != dim or heads % kv_heads:
+    if get("attention.value_length_swa", int, dim) != dim:
         raise BridgeError(
-            f"{path}: {kv_heads} heads of {dim} elements for keys of layers with a window, and others for values or "
-            f"{heads} of queries cannot run here; convert the model again"
+            f"{path}: {kv_heads} heads of {dim} elements for keys of layers with a window, and others for values "
+            "cannot run here; convert the model again"
         )
-    return Heads(kv_heads, dim, get("rope.dimension_count_swa", int, dim))
+    return Heads(heads, kv_heads, dim, get("rope.dimension_count_swa", int, dim))
 
 
 def _inner_sizes(
@@ -293,17 +301,29 @@ def _read_xielu(metadata: Mapping[str, Any], layers: int, path: Path) -> tuple[t
     )
 
 
-def _kv_heads(
-    metadata: Mapping[str, Any], arch: str, heads: int, windows: tuple[bool, ...], path: Path
-) -> tuple[int, int]:
-    """Key-value heads of the layers that have some: all the same number, or those with a window another one."""
-    count = metadata.get(f"{arch}.attention.head_count_kv", heads)
-    each = count if isinstance(count, list) else [count] * max(1, len(windows))
+def _read_limits(metadata: Mapping[str, Any], key: str, blocks: int, path: Path) -> tuple[float, ...]:
+    """Of each block, 0 where there is none, as llama.cpp takes the least of them; () where no block has one."""
+    value = metadata.get(key, 0.0)
+    limits = [value] * blocks if isinstance(value, float) else value
+    if not isinstance(limits, list) or len(limits) < blocks or not all(isinstance(one, float) for one in limits):
+        raise BridgeError(f"{path}: {key} is {value!r:.80}; must be {blocks} numbers; convert the model again")
+    above = tuple(limit if limit > _LEAST_LIMIT else 0.0 for limit in limits[:blocks])
+    return above if any(above) else ()
+
+
+def _by_kind(
+    metadata: Mapping[str, Any], arch: str, key: str, windows: tuple[bool, ...], get: Callable[..., Any], path: Path,
+    default: int | None = None,
+) -> tuple[int, int]:  # fmt: skip
+    """Heads of the layers that have some: all the same number, or those with a window another one."""
+    each = metadata.get(f"{arch}.{key}", default)
+    if not isinstance(each, list):
+        return (get(key, int, default),) * 2
     pairs = list(zip(each, windows or (False,) * len(each), strict=False))
     counts, local = ({one for one, window in pairs if window == kind} - {0} for kind in (False, True))
     counts, local = set(counts or local), set(local or counts)
     if len(counts) != 1 or len(local) != 1 or not all(isinstance(one, int) and one > 0 for one in counts | local):
-        raise BridgeError(f"{path}: {arch}.attention.head_count_kv is {count!r}; attention must be alike in all layers")
+        raise BridgeError(f"{path}: {arch}.{key} is {each!r}; attention must be alike in all layers")
     return counts.pop(), local.pop()
 
 

@@ -30,6 +30,7 @@ class Routing:
 class Heads(NamedTuple):
     """The heads of a layer's attention: how many, and their sizes."""
 
+    q: int  # heads of queries
     kv: int  # heads of keys and of values
     dim: int  # elements of a head
     rotated: int  # of these, the first ones
@@ -98,6 +99,8 @@ class DecoderConfig:
     value_dim: int = 0  # elements of a head's values, if they are fewer than those of its keys
     value_scale: float = 1.0  # that the heads' results are multiplied by
     relu2: bool = False  # relu squared in place of silu
+    limits: tuple[float, ...] = ()  # of each layer's silu(gate), above, and up, both ways; 0: there is none
+    expert_limits: tuple[float, ...] = ()  # the same of experts, but for the shared one
     rotated_layers: tuple[bool, ...] = ()  # whether a layer's q and k are rotated; (): the graph says it
     xielu: tuple[tuple[float, ...], ...] = ()  # of each layer, see decoder_ops.py
     recurrent: RecurrentConfig | None = None  # the layers with a state, where there are some
@@ -146,7 +149,7 @@ class DecoderConfig:
 
     def heads_of(self, layer: int) -> Heads:
         """The heads of a layer's attention."""
-        heads = Heads(self.kv_heads, self.head_dim, self.rotated)
+        heads = Heads(self.heads, self.kv_heads, self.head_dim, self.rotated)
         if self.local_heads is not None and self.windowed(layer):
             heads = self.local_heads
         return heads if self.rotates(layer) else heads._replace(rotated=0)
@@ -154,12 +157,12 @@ class DecoderConfig:
     def widths(self, heads: Heads) -> tuple[int, int]:
         """Elements of all heads' queries, as the matrix makes them, and of all heads' results."""
         if self.latent is not None:
-            return self.heads * (self.latent.plain + heads.rotated), self.heads * self.latent.value
-        return self.heads * heads.dim, self.heads * (self.value_dim or heads.dim)
+            return heads.q * (self.latent.plain + heads.rotated), heads.q * self.latent.value
+        return heads.q * heads.dim, heads.q * (self.value_dim or heads.dim)
 
     def attended(self, heads: Heads) -> int:
         """Elements of all heads' results as attention makes them, where values are as wide as keys."""
-        return self.heads * (heads.dim if self.latent is None else self.latent.value)
+        return heads.q * (heads.dim if self.latent is None else self.latent.value)
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer's network is a mixture of experts."""
@@ -223,7 +226,7 @@ class DecoderConfig:
         if self.graph.still:
             frequencies = np.zeros(half)
         if factors is not None:
-            frequencies = frequencies / factors.astype(np.float64)
+            frequencies = frequencies / factors[:half].astype(np.float64)
         size = self.rope_attention_factor
         if self.rope_scaling == "linear":
             frequencies = frequencies / self.rope_factor

@@ -33,13 +33,17 @@ _TURNED = "q", "k", "v"  # whose biases attention adds
 
 
 class Attend(NamedTuple):
-    """The calls of attend and of merge in a program of a step, for `begin` to adapt; `spread`: items of attend for a
-    span."""
+    """The calls of attend and of merge in a program of a step, for `begin` to adapt.
+
+    spread  items of attend for a span, and
+    heads   of merge: the heads of all contexts
+    """
 
     program: Program
     attend: int
     merge: int
     spread: int
+    heads: int
 
 
 class CpuMachine:
@@ -63,9 +67,10 @@ class CpuMachine:
         self.starts = np.zeros(len(caches), np.int64)
         self.spans = np.ones(1, np.int64)
         most = -(-caches[0].rows // attn.SPAN) if self.one_token_each else 1
-        widest = max((c.heads_of(layer).dim for layer in c.attending), default=0)
-        self._parts = np.zeros((len(caches), c.heads, most, widest), np.float32)
-        self._sums = np.zeros((len(caches), c.heads, most, 2), np.float32)
+        heads = [c.heads_of(layer) for layer in c.attending]
+        most_heads, widest = (max((getattr(one, size) for one in heads), default=0) for size in ("q", "dim"))
+        self._parts = np.zeros((len(caches), most_heads, most, widest), np.float32)
+        self._sums = np.zeros((len(caches), most_heads, most, 2), np.float32)
         self._block = np.zeros((c.layers, len(caches), attn.WORDS), np.int64)
         self._attending: list[Attend] = []
         self._recurrent: RecurrentBuffers | None = None
@@ -131,11 +136,10 @@ class CpuMachine:
         spans = -(-(int(self.starts.max()) + 1) // attn.SPAN) if self.one_token_each else 1
         if spans != self.spans[0]:
             self.spans[0] = spans
-            heads = self._parts.shape[0] * self._parts.shape[1]
-            shared = heads * spans * self._parts.shape[3] > MIN_VALUES_TO_SHARE
             for call in self._attending:
+                shared = call.heads * spans * self._parts.shape[3] > MIN_VALUES_TO_SHARE
                 call.program.resize(call.attend, call.spread * spans, True)
-                call.program.resize(call.merge, heads if spans > 1 else 0, shared)
+                call.program.resize(call.merge, call.heads if spans > 1 else 0, shared)
 
     def look_up_tokens(self) -> None:
         """What the first layer reads, into `x`."""
@@ -186,7 +190,9 @@ class CpuMachine:
             self._for_each(ops.function("xielu"), address(gates), gates.shape[1], *numbers)
         else:
             pieces, width, shared = in_pieces(gates)
-            arguments = ops.activation(c.activation, ups is not None), address(gates), address(ups), width
+            limit = c.limits[index] if c.limits else 0.0
+            function = ops.activation(c.activation, ups is not None, limit)
+            arguments = function, address(gates), address(ups), width, 0, bits(limit)
             if pieces > self.n:
                 self._add(*arguments, items=pieces, shared=shared)
             else:
@@ -233,19 +239,17 @@ class CpuMachine:
         return out
 
     def split_gate(self, q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        queries = self._buffer("queries", q.shape[1] // 2)
-        self._for_each(ops.function("split_gate"), address(q), address(queries), *self._head_sizes(queries))
+        queries, heads = self._buffer("queries", q.shape[1] // 2), self.config.heads
+        self._for_each(ops.function("split_gate"), address(q), address(queries), heads, queries.shape[1] // heads)
         return queries, q
 
     def gate_heads(self, x: np.ndarray, gate: np.ndarray) -> None:
-        heads, head_dim = self._head_sizes(x)
-        apart = gate.shape[1] // heads
+        alone = gate.shape[1] < x.shape[1]  # there is one for each head
+        heads = gate.shape[1] if alone else self.config.heads
+        head_dim, apart = x.shape[1] // heads, gate.shape[1] // heads
         # of `split_gate` each head's gate follows its q
-        first = address(gate) + 4 * (apart - head_dim)
-        self._for_each(ops.function("gate_heads"), first, address(x), heads, head_dim, apart)
-
-    def _head_sizes(self, x: np.ndarray) -> tuple[int, int]:
-        return self.config.heads, x.shape[1] // self.config.heads
+        first = address(gate) + 4 * max(0, apart - head_dim)
+        self._for_each(ops.function("gate_heads"), first, address(x), heads, head_dim, apart, int(alone))
 
     def fit_heads(self, x: np.ndarray, heads: int, size: int, name: str) -> np.ndarray:
         out = self._buffer(name, heads * size)
@@ -260,7 +264,7 @@ class CpuMachine:
         module: Any = attn
         if c.latent is not None:
             width = -(-c.head_dim // attn.LANES) * attn.LANES  # as wide as a row of the cache
-            queries, results = self._buffer("rows", c.heads * width), self._buffer("latents", c.heads * c.latent.rank)
+            queries, results = self._buffer("rows", heads.q * width), self._buffer("latents", heads.q * c.latent.rank)
             module = latent_attention
         self._fill_block(layer, index, queries, k, v, results)
         if c.latent is not None:
@@ -274,14 +278,14 @@ class CpuMachine:
         spans, most = int(self.spans[0]), self._parts.shape[2]
 
         def spread(tokens: int) -> int:
-            return -(-tokens // count * (c.heads // heads.kv) // attn.ROWS) * heads.kv * count
+            return -(-tokens // count * (heads.q // heads.kv) // attn.ROWS) * heads.kv * count
 
         arguments = block, count, address(self.spans), address(self._parts), address(self._sums), most
         items = spread(self.n) * spans if self.one_token_each else spread
         attend = self._add(module.function("attend", kind), *arguments, items=items, shared=True)
         merge = partial(attn.function, "merge", kind)  # short contexts do not wait until it is compiled
-        merging = self._add(merge, *arguments, items=count * c.heads * (spans > 1))
-        self._attending.append(Attend(self._now, attend, merging, spread(self.n)))
+        merging = self._add(merge, *arguments, items=count * heads.q * (spans > 1))
+        self._attending.append(Attend(self._now, attend, merging, spread(self.n), count * heads.q))
         if layer.latent_v is not None:
             self._multiply_heads(layer.latent_v, results, attended)
         return attended
@@ -312,7 +316,7 @@ class CpuMachine:
         }  # fmt: skip
         rows = {attn.Q: q, attn.K: k, attn.V: v, attn.OUT: out, attn.START: self.starts}
         numbers = {
-            attn.HEADS: c.heads, attn.KV_HEADS: heads.kv, attn.HEAD_DIM: heads.dim, attn.ROTATED: heads.rotated,
+            attn.HEADS: heads.q, attn.KV_HEADS: heads.kv, attn.HEAD_DIM: heads.dim, attn.ROTATED: heads.rotated,
             attn.NEIGHBOURS: int(c.graph.neighbours), attn.NORM_LAST: int(c.graph.norms_rotated),
             attn.TOKENS: 1 if self.one_token_each else self.count, attn.EPS: bits(c.norm_eps),
             attn.SCALE: bits(c.attention_scale), attn.CAP: bits(c.score_cap),

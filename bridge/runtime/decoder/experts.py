@@ -78,7 +78,7 @@ def mix(
     if experts.router_bias is not None:
         logits += experts.router_bias
     chosen, weights = route(logits, config.routing, experts.choice_bias)
-    act = ACTIVATIONS[config.activation]
+    act = activation(config, experts.limit)
     hidden, x = x, x if experts.shorten is None else product(experts.shorten, x)
     y = np.zeros_like(x)
     for expert in np.unique(chosen):
@@ -92,7 +92,7 @@ def mix(
     if experts.lengthen is not None:
         y = product(experts.lengthen, y)
     if experts.shared is not None:
-        added = _network(experts.shared, hidden, product, act)
+        added = _network(experts.shared, hidden, product, activation(config, experts.shared_limit))
         y += added if experts.shared_gate is None else _sigmoid(hidden @ experts.shared_gate)[:, None] * added
     return y
 
@@ -158,6 +158,16 @@ def _clamped(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
     limit, slope = decoder_ops.LIMIT, decoder_ops.SLOPE
     x = np.minimum(gate, limit)
     return x * _sigmoid(slope * x) * (np.clip(up, -limit, limit) + np.float32(1))
+
+
+def limited(gate: np.ndarray, up: np.ndarray, limit: float) -> np.ndarray:
+    """min(silu(gate), limit) clip(up, -limit, limit)."""
+    return np.minimum(gate * _sigmoid(gate), np.float32(limit)) * np.clip(up, np.float32(-limit), np.float32(limit))
+
+
+def activation(config: DecoderConfig, limit: float) -> Callable[[np.ndarray, Any], np.ndarray]:
+    """What a network makes of gate and up; `limit` as `DecoderConfig.limits`."""
+    return partial(limited, limit=limit) if limit else ACTIVATIONS[config.activation]
 
 
 def _sigmoid(x: np.ndarray) -> np.ndarray:
@@ -228,7 +238,8 @@ class ExpertTables:
         gate, up = gates[0], gates[1] if len(gates) > 1 else None
         gated = address(block), address(gate), address(up), c.expert_inner, gate.strides[0]
         shared = gate.size > _MIN_GATED_TO_SHARE
-        program.add(expert_ops.function(c.activation), *gated, items=rows, shared=shared)
+        function = expert_ops.function("limited" if experts.limit else c.activation)
+        program.add(function, *gated, bits(experts.limit), items=rows, shared=shared)
         self._multiply(lasts, gate[:, : c.expert_inner], [outs], block, places, False)
         mixed = address(block), address(outs), c.routing.used, c.expert_outer, outs.strides[0], address(y)
         program.add(expert_ops.function("mixed"), *mixed, items=every_token, shared=self.n > 1)
@@ -297,8 +308,9 @@ class ExpertTables:
         hidden, between, result = self.shared
         steps.products(x, [(gate, hidden), (up, between)])
         arguments = address(hidden), address(between if up else None), self.config.shared_inner
-        function = decoder_ops.activation(self.config.activation, up is not None)
-        steps.program.add(function, *arguments, items=every_token, shared=self.n > 1)
+        function = decoder_ops.activation(self.config.activation, up is not None, experts.shared_limit)
+        limit = 0, bits(experts.shared_limit)
+        steps.program.add(function, *arguments, *limit, items=every_token, shared=self.n > 1)
         steps.products(hidden, [(down, result)])
         weighed = address(x), address(experts.shared_gate), address(result), address(y), self.config.hidden
         steps.program.add(expert_ops.function("add_weighed"), *weighed, items=every_token, shared=self.n > 1)

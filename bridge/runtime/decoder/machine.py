@@ -31,7 +31,7 @@ class Machine(Protocol):
     def gated(self, x: Value, gate: Linear, up: Linear, index: int) -> Value:
         """What a network's first matrices make of x: activation(gate), times up where there is one, of layer `index`.
 
-        The gate's values are cut off first where `DecoderConfig.sparsity` says so.
+        The gate's values are cut off first where `DecoderConfig.sparsity` says so, and both factors where `limits` do.
         """
 
     def gelu_times(self, gate: Value, up: Value) -> Value:
@@ -67,7 +67,7 @@ class Machine(Protocol):
         """
 
     def gate_heads(self, x: Value, gate: Value) -> None:
-        """x *= sigmoid of gates: those of `split_gate`, or as many values as x has."""
+        """x *= sigmoid of gates: those of `split_gate`, or as many values as x has, or one for each head."""
 
     def recur(self, layer: Recurrent, index: int, x: Value) -> Value:
         """What a layer with a state makes of x before its output matrix; the state changes."""

@@ -15,7 +15,7 @@ import numpy as np
 from bridge.gguf_file.architectures import CONVOLUTION, DELTA, KDA, MAMBA, MAMBA1
 from bridge.runtime.config.decoder_config import DecoderConfig
 from bridge.runtime.config.recurrent_config import RecurrentConfig
-from bridge.runtime.decoder.experts import ACTIVATIONS, mix
+from bridge.runtime.decoder.experts import ACTIVATIONS, limited, mix
 from bridge.runtime.decoder.machine import Linear
 from bridge.runtime.decoder.walk import embed, walk
 from bridge.runtime.layers.layers import Experts, Layer, LayerStreams, Recurrent, Weights
@@ -88,6 +88,8 @@ class NumpyMachine:
             below, above, share, most = c.xielu[index]
             bent = below * (np.expm1(np.minimum(gates, most)) - gates)
             return np.where(gates > 0, above * gates * gates, bent) + share * gates
+        if c.limits and c.limits[index]:
+            return limited(gates, ups, c.limits[index])
         return ACTIVATIONS[c.activation](gates, np.float32(1) if ups is None else ups)
 
     def gelu_times(self, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
@@ -127,7 +129,8 @@ class NumpyMachine:
         return both[:, :, 0].reshape(len(q), -1), both[:, :, 1].reshape(len(q), -1)
 
     def gate_heads(self, x: np.ndarray, gate: np.ndarray) -> None:
-        x *= _sigmoid(gate)
+        parts = x.reshape(*gate.shape, -1)  # as many values as gates, or heads
+        parts *= _sigmoid(gate)[:, :, None]
 
     def fit_heads(self, x: np.ndarray, heads: int, size: int, name: str) -> np.ndarray:
         each = x.reshape(len(x), heads, -1)
@@ -137,7 +140,7 @@ class NumpyMachine:
 
     def attend(self, layer: Layer, index: int, q: np.ndarray, k: np.ndarray | None, v: np.ndarray | None) -> np.ndarray:
         c, heads, n = self.config, self.config.heads_of(index), len(q)
-        queries = q.reshape(n, c.heads, -1)
+        queries = q.reshape(n, heads.q, -1)
         if c.latent is not None and layer.latent_k is not None and k is not None:
             queries = self._turned(queries, None, index, c.latent.plain)
             plain, turned = queries[:, :, : c.latent.plain], queries[:, :, c.latent.plain :]
@@ -176,7 +179,7 @@ class NumpyMachine:
     ) -> np.ndarray:
         """softmax(scale q k^T) v, [n, heads, size of a value]."""
         c, positions = self.config, self._positions
-        share = c.heads // keys.shape[1]
+        share = queries.shape[1] // keys.shape[1]
         scores = np.float32(c.attention_scale) * np.einsum("nhd,phd->nhp", queries, np.repeat(keys, share, 1))
         temperatures = c.temperatures(positions[-1] + 1) if c.tempered(index) else None
         if temperatures is not None:
@@ -192,7 +195,7 @@ class NumpyMachine:
             first = positions // window * window
         seen = (places <= positions[:, None] + ahead) & (places >= first[:, None])
         scores = np.where(seen[:, None], scores, -np.inf)
-        sinks = np.full(c.heads, -np.inf) if layer.sinks is None else layer.sinks
+        sinks = np.full(queries.shape[1], -np.inf) if layer.sinks is None else layer.sinks
         top = np.maximum(scores.max(2), sinks)
         shares = np.exp(scores - top[:, :, None])
         total = shares.sum(2) + np.exp(sinks - top)

@@ -112,7 +112,7 @@ def _attend(m: Machine, x: Value, layer: Layer, index: int, c: DecoderConfig) ->
         v = m.fit_heads(v, c.heads_of(index).kv, c.head_dim, "values")
     attended = m.attend(layer, index, q, k, v)
     if c.value_dim:
-        attended = m.fit_heads(attended, c.heads, c.value_dim, "results")
+        attended = m.fit_heads(attended, c.heads_of(index).q, c.value_dim, "results")
     m.scale(attended, c.value_scale)
     if gate is not None:
         m.gate_heads(attended, gate)

@@ -26,8 +26,9 @@ class LayerReader:
         c, graph = self.config, self.config.graph
         network: dict[str, Any] = {}
         if c.feeds(self.index):
-            network = self._sparse() if c.has_experts(self.index) else self._network()
-            if graph.beside and c.has_experts(self.index):
+            sparse = c.has_experts(self.index) and (not graph.by_router or self._has("ffn_gate_inp.weight"))
+            network = self._sparse() if sparse else self._network()
+            if graph.beside and sparse:
                 network |= self._network() | self._beside(network["experts"])
         if c.each_input:
             network["input"] = LayerInput(
@@ -78,8 +79,9 @@ class LayerReader:
 
     def _sinks(self) -> np.ndarray:
         """float32 [heads]; a score of minus infinity, which takes no share, where layers may have no sinks."""
-        sinks = self._vector("attn_sinks.weight", self.config.heads, not self.config.graph.some_sinks)
-        return np.full(self.config.heads, -np.inf, np.float32) if sinks is None else sinks
+        heads = self.config.heads_of(self.index).q
+        sinks = self._vector("attn_sinks.weight", heads, not self.config.graph.some_sinks)
+        return np.full(heads, -np.inf, np.float32) if sinks is None else sinks
 
     def _mixing(self) -> dict[str, Any]:
         """Attention, or what takes its place, with its output matrix."""
@@ -153,7 +155,7 @@ class LayerReader:
 
     def _attention(self) -> dict[str, Any]:
         c, heads = self.config, self.config.heads_of(self.index)
-        q, kv = c.heads * heads.dim, heads.kv * heads.dim
+        q, kv = heads.q * heads.dim, heads.kv * heads.dim
         parts: dict[str, Any] = {}
         rows = q + kv + heads.kv * (c.value_dim or heads.dim)
         ends = dict(zip("qkv", ((0, q), (q, q + kv), (q + kv, rows)), strict=True))
@@ -180,6 +182,8 @@ class LayerReader:
             )
         if c.graph.gate_matrix:
             parts["head_gate"] = self._matrix("attn_gate", q, c.hidden)
+        elif c.graph.head_gates and self._has("attn_gate.weight"):
+            parts["head_gate"] = self._matrix("attn_gate", heads.q, c.hidden)
         for name in {*ends} - {"v"}:
             first, stop = ends[name]
             size = stop - first if c.graph.normed_together else heads.dim
@@ -231,6 +235,8 @@ class LayerReader:
             networks=[(*first, down[e]) for e, first in enumerate(self._first_of_experts())],
             router_bias=self._vector("ffn_gate_inp.bias", c.experts),
             choice_bias=self._vector(f"exp_probs_b{'' if self._has('exp_probs_b') else '.bias'}", c.experts),
+            limit=c.expert_limits[self.index] if c.expert_limits else 0.0,
+            shared_limit=c.limits[self.index] if c.limits else 0.0,
         )
         if self._has("ffn_gate_exps.bias"):
             sizes = {"gate": c.expert_inner, "up": c.expert_inner, "down": c.hidden}

@@ -20,6 +20,8 @@ class Experts:
     shared_gate  float32 [hidden], whose sigmoid weighs it; None: it is added as it is
     shorten      [latent, hidden], which makes the shorter vector that experts other than the shared one read, and
     lengthen     [hidden, latent], which reads the sum of what they make of it
+    limit        as `DecoderConfig.limits`, of the experts, and
+    shared_limit of the shared one
     """
 
     router: np.ndarray
@@ -31,6 +33,8 @@ class Experts:
     shared_gate: np.ndarray | None = None
     shorten: QuantTensor | None = None
     lengthen: QuantTensor | None = None
+    limit: float = 0.0
+    shared_limit: float = 0.0
 
 
 @record(frozen=False)

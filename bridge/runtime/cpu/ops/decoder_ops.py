@@ -153,6 +153,22 @@ def _gated(gate, up, inner, stride, _0, _1, _2, first, last):
             g[i] = activate(g[i], u[i])
 
 
+@inner
+def limited_times(gate, up, limit):
+    """min(silu(gate), limit) clip(up, -limit, limit)."""
+    return min(silu_times(gate, np.float32(1.0)), limit) * min(max(up, -limit), limit)
+
+
+def _limited(gate, up, inner, stride, limit, _0, _1, first, last):
+    """As `_gated`, by `limited_times`. limit: the bits of a float64."""
+    most = np.float32(np.int64(limit).view(np.float64))
+    for t in range(first, last):
+        g = floats(gate + 4 * inner * t, inner)
+        u = floats(up + (stride if stride else 4 * inner) * t, inner)
+        for i in range(inner):
+            g[i] = limited_times(g[i], u[i], most)
+
+
 def _ungated(x, _0, inner, _1, _2, _3, _4, first, last):
     """x = activate(x, 1) in place."""
     for t in range(first, last):
@@ -234,13 +250,16 @@ def _split_gate(both, q, heads, head_dim, _0, _1, _2, first, last):
             y[i] = source[i]
 
 
-def _gate_heads(gates, x, heads, head_dim, apart, _1, _2, first, last):
-    """x [tokens, heads, head_dim] *= sigmoid of the gates, those of a head `apart` elements after the last one's."""
+def _gate_heads(gates, x, heads, head_dim, apart, alone, _2, first, last):
+    """x [tokens, heads, head_dim] *= sigmoid of the gates, those of a head `apart` elements after the last one's.
+
+    alone: whether each head has one gate alone
+    """
     for head in range(first * heads, last * heads):
-        gate = floats(gates + 4 * apart * head, head_dim)
+        gate = floats(gates + 4 * apart * head, 1 if alone else head_dim)
         y = floats(x + 4 * head_dim * head, head_dim)
         for i in range(head_dim):
-            y[i] /= np.float32(1.0) + exp(-gate[i])
+            y[i] /= np.float32(1.0) + exp(-gate[0 if alone else i])
 
 
 def _fit_heads(x, y, heads, size, fitted, _0, _1, first, last):
@@ -256,7 +275,7 @@ FUNCTIONS: dict[str, Any] = {
     "norm": _norm, "layer_norm": _layer_norm, "swiglu": _gated, "geglu": _gated, "gelu": _ungated, "reglu2": _gated,
     "relu2": _ungated, "clamped": _gated, "xielu": _xielu, "sparsify": _sparsify, "scale": _scale, "add": _add,
     "add_rows": _add_rows, "split_gate": _split_gate, "gate_heads": _gate_heads, "fit_heads": _fit_heads,
-    "erf_gated": _gated, "erf": _ungated,
+    "erf_gated": _gated, "erf": _ungated, "limited": _limited,
 }  # fmt: skip
 _ACTIVATIONS = {
     "swiglu": silu_times, "geglu": gelu_times, "gelu": gelu_times, "reglu2": relu2_times, "relu2": relu2_times,
@@ -271,9 +290,12 @@ def function(name: str) -> CFunction:
     return c_function(FUNCTIONS[name], name, activate=_ACTIVATIONS.get(name))
 
 
-def activation(name: str, gated: bool) -> Any:
-    """(x, factors, width) of silu, gelu, erf, relu2 or clamped as a C function; without factors if it is not gated."""
-    return function(_OF_GATES.get(name, name) if gated else name)
+def activation(name: str, gated: bool, limit: float = 0.0) -> Any:
+    """(x, factors, width) of silu, gelu, erf, relu2 or clamped as a C function; without factors if it is not gated.
+
+    With a limit, (x, factors, width, 0, limit) of `limited_times`.
+    """
+    return function("limited") if limit else function(_OF_GATES.get(name, name) if gated else name)
 
 
 @maker

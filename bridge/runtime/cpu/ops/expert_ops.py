@@ -5,7 +5,15 @@ from typing import Any
 import numpy as np
 
 from bridge.runtime.cpu.ops import passes
-from bridge.runtime.cpu.ops.decoder_ops import clamp, erf_times, exp, gelu_times, relu2_times, silu_times
+from bridge.runtime.cpu.ops.decoder_ops import (
+    clamp,
+    erf_times,
+    exp,
+    gelu_times,
+    limited_times,
+    relu2_times,
+    silu_times,
+)
 from bridge.runtime.cpu.ops.passes import FIRST, ONE_PASS, PLACE, TOKENS, make_records, turns_and_rows
 from bridge.system.kernels.jit import CFunction, c_function, inner, maker
 from bridge.system.kernels.memory import allocate, array_at, floats, free
@@ -204,6 +212,18 @@ def _ungated(block, gate, up, inner, stride, _0, _1, first, last):
             g[i] = activate(g[i], np.float32(1.0))
 
 
+def _limited(block, gate, up, inner, stride, limit, _0, first, last):
+    """As `_gated`, by `limited_times`. limit: the bits of a float64."""
+    most = np.float32(np.int64(limit).view(np.float64))
+    for row in range(first, last):
+        if not _bias_row(block, row, gate, up, inner, stride):
+            continue
+        g = floats(gate + stride * row, inner)
+        u = floats(up + stride * row, inner)
+        for i in range(inner):
+            g[i] = limited_times(g[i], u[i], most)
+
+
 @inner
 def _bias_row(block, row, gate, up, inner, stride):
     """A row of gate and up times the factors of its expert, plus its biases; False where it is no token's.
@@ -282,7 +302,7 @@ def _add_weighed(x, gate, added, y, hidden, _0, _1, first, last):
 
 FUNCTIONS: dict[str, Any] = {
     "choose": _choose, "gather": _gather, "records": _records, "silu": _gated, "gelu": _gated, "relu2": _ungated,
-    "clamped": _gated, "erf": _ungated, "mixed": _mixed, "add_weighed": _add_weighed,
+    "clamped": _gated, "erf": _ungated, "limited": _limited, "mixed": _mixed, "add_weighed": _add_weighed,
 }  # fmt: skip
 _ACTIVATIONS = {"silu": silu_times, "gelu": gelu_times, "relu2": relu2_times, "clamped": clamp, "erf": erf_times}
 
