@@ -27,8 +27,6 @@ def _unsupported(file: GGUFFile, c: DecoderConfig, kv: str, precision: str) -> s
             return f"{tensor.name}, {tensor.type} with factors,"
     if c.hidden % 32:
         return f"a model of {c.hidden} hidden features, which are not a multiple of 32,"
-    if c.limits:
-        return "networks whose activations have a limit"
     if c.recurrent is not None and c.recurrent.kind == KDA:
         return "delta attention whose state decays by channel"
     if c.latent is not None:

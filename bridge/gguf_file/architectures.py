@@ -24,6 +24,7 @@ class Windows:
                    layers, whatever the key says
     scaled         their frequencies are scaled and divided as those of the other layers
     alone_rotated  the other layers rotate nothing
+    alone_whole    the other layers rotate half of what the metadata says that these do
     dense_rotated  but those before the first with experts
     layers         that the models with a window have; 0: any number
     last           the layer without a window is the last of each period, not the first
@@ -36,6 +37,7 @@ class Windows:
     base: float | None = 0.0
     scaled: bool = True
     alone_rotated: bool = False
+    alone_whole: bool = False
     dense_rotated: bool = False
     layers: int = 0
     last: bool = True
@@ -124,6 +126,7 @@ class Graph:
     beside: bool = False  # layers with experts have a network as well, which reads the same
     leading: int = 0  # layers before the first with experts, if leading_dense_block_count is missing
     expert_every: int | None = 1  # every n-th layer has experts; None: interleave_moe_layer_step says so
+    by_router: bool = False  # but layers without a router in the file have plain networks
     one_is_dense: bool = False  # a model of one expert has plain networks
     sigmoid: bool = False  # of routers, if expert_gating_func is missing, which llama.cpp may want
     sigmoid_vocab: int = 0  # tokens of the model with a sigmoid without that key
@@ -224,6 +227,10 @@ ARCHITECTURES = {
     "bailingmoe": Graph(neighbours=True, unnormalized=True, shared_experts=0),
     "bailingmoe2": Graph(normed=True, sigmoid=True, unnormalized=True),
     "hy_v3": Graph(normed=True, sigmoid=True, unnormalized=True, leading=1),
+    "step35": Graph(
+        gate_matrix=True, some_gates=True, by_router=True, sigmoid=True, unnormalized=True,
+        windows=Windows(None, None, base=10000.0, scaled=False, alone_whole=True),
+    ),
     "mimo2": Graph(sigmoid=True, sinks=True, some_sinks=True, windows=Windows(None, None, scaled=False)),
     "hunyuan-dense": Graph(normed=True, norms_rotated=True), "hunyuan-moe": Graph(normed=True, norms_rotated=True),
     "minimax-m2": Graph(normed=True, normed_together=True, sigmoid=True),

@@ -87,7 +87,7 @@ class DecoderConfig:
     window: int = 0  # tokens that the layers with a window attend to
     local_base: float = 10000.0  # of their rotary embedding
     windows: tuple[bool, ...] = ()  # whether a layer has a window; none has one: ()
-    query_heads: tuple[int, ...] = ()  # of each layer, if not all are alike
+    query_heads: tuple[int, ...] = ()  # of each layer, and those that predict, if not all are alike
     local_heads: Heads | None = None  # of the layers with a window, if they differ
     shared_kv: int = 0  # the last layers, which use the keys and values of earlier ones
     temperature: float = 0.0  # scores are multiplied by 1 + this ln(1 + (position + offset) // length)
@@ -99,12 +99,12 @@ class DecoderConfig:
     value_dim: int = 0  # elements of a head's values, if they are fewer than those of its keys
     value_scale: float = 1.0  # that the heads' results are multiplied by
     relu2: bool = False  # relu squared in place of silu
+    limits: tuple[tuple[float, float], ...] = ()  # of each layer's experts, and of its other networks: see experts.py
     rotated_layers: tuple[bool, ...] = ()  # whether a layer's q and k are rotated; (): the graph says it
     xielu: tuple[tuple[float, ...], ...] = ()  # of each layer, see decoder_ops.py
     situ: tuple[float, ...] = ()  # what tanh keeps gates, and what they multiply, within; see decoder_ops.py
     aside_every: int = 0  # every so many layers, from the first on, the state is put aside; 0: it never is
     recurrent: RecurrentConfig | None = None  # the layers with a state, where there are some
-    limits: tuple[tuple[float, float], ...] = ()  # of each layer's experts, and of its other networks: see experts.py
     inners: tuple[int, ...] = ()  # of each layer, if not all are alike; 0: it has no network
     chosen: int = 0  # tokens that an indexer chooses to attend to; up to so many all are attended to
     tapped: tuple[int, ...] = ()  # layers before which a drafter reads the states; `layers`: after the last
@@ -246,7 +246,7 @@ class DecoderConfig:
         if self.graph.still:
             frequencies = np.zeros(half)
         if factors is not None:
-            frequencies = frequencies / factors.astype(np.float64)
+            frequencies = frequencies / factors[:half].astype(np.float64)
         size = self.rope_attention_factor
         if self.rope_scaling == "linear":
             frequencies = frequencies / self.rope_factor

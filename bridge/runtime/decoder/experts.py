@@ -8,10 +8,10 @@
 `Routing` says which. Llama 4 multiplies what an expert reads by w_e, not what it makes; Nemotron-H's have no gate, but
 relu(W_up,e x)^2, and in Nemotron 3 Super they read W_shorten x, and y is W_lengthen times their sum, which Kimi K3
 normalizes before. Where experts are in groups, the k largest are those of the best groups: by their largest expert, or
-of sigmoids by the sum of their two largest. gpt-oss has biases everywhere, and clamps what it multiplies. Ling 3 bounds
-silu(gate) from above by a limit of the layer's experts, and up by it and its negative; the shared expert has another
-limit. Phi-MoE (SparseMixer, Liu et al. 2023, arXiv:2310.00811) chooses one after another: w is softmax over those
-logits l of the experts left for which l_max - l <= m max(|l|, l_max).
+of sigmoids by the sum of their two largest. gpt-oss has biases everywhere, and clamps what it multiplies. Ling 3 and
+Step 3.5 bound silu(gate) from above by a limit of the layer's experts, and up by it and its negative; the shared expert
+has another limit. Phi-MoE (SparseMixer, Liu et al. 2023, arXiv:2310.00811) chooses one after another: w is softmax over
+those logits l of the experts left for which l_max - l <= m max(|l|, l_max).
 
 `mix` says so in NumPy. `ExpertTables` writes it as rows of a table of calls, for a token or a prompt:
 

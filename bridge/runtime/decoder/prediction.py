@@ -39,7 +39,10 @@ def read_prediction(file: GGUFFile, config: DecoderConfig) -> tuple[DecoderConfi
         problem = f"the layer of {config.arch} that predicts a further token (MTP) cannot run here"
         raise BridgeError(f"{file.path}: {problem}" + ("" if unlike else "; llama.cpp can run it"))
     shared = read_shared(file, config)
-    attending = replace(config, layers=config.layers + 1, recurrent=None, inners=(), windows=())
+    attending = replace(
+        config, layers=config.layers + 1, recurrent=None, inners=(), windows=(), query_heads=(),
+        heads=config.query_heads_of(config.layers),
+    )  # fmt: skip
     hidden, vocab = config.hidden, shared.embedding.shape[0]
     embedding = file.tensors.get(f"{name}.embed_tokens.weight", shared.embedding)
     output = file.tensors.get(f"{name}.shared_head_head.weight", shared.output)

@@ -26,8 +26,9 @@ class LayerReader:
         c, graph = self.config, self.config.graph
         network: dict[str, Any] = {}
         if c.feeds(self.index):
-            network = self._sparse() if c.has_experts(self.index) else self._network()
-            if graph.beside and c.has_experts(self.index):
+            sparse = c.has_experts(self.index) and (not graph.by_router or self._has("ffn_gate_inp.weight"))
+            network = self._sparse() if sparse else self._network()
+            if graph.beside and sparse:
                 network |= self._network() | self._beside(network["experts"])
         if c.each_input:
             network["input"] = LayerInput(
