@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from bridge.cuda.context_memory import ContextMemory
 from bridge.cuda.norm import rms
-from bridge.cuda.product.gates import by_torch
+from bridge.cuda.product.gates import by_torch, limited
 from bridge.cuda.product.products import Gated, Stack, Vector
 from bridge.cuda.recurrent.layer import DeviceRecurrent
 from bridge.cuda.routed_experts import DeviceExperts
@@ -169,7 +169,7 @@ class CudaMachine:
         c = self.config
         cut = c.sparsity[index] if c.sparsity else -math.inf
         if not c.xielu and not math.isfinite(cut):
-            gated = self.weights.gated(gate, up, c.activation)
+            gated = self.weights.gated(gate, up, limited(c.activation, c.limits_of(index)[1]))
             self._waiting = activation = Activation(gated, self._operand(x, gated))
             return activation
         first, second = self.products(x, gate=gate, up=up)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from bridge.cuda.product.activations import Records, store, store_exact
-from bridge.cuda.product.gates import ACTIVATIONS
+from bridge.cuda.product.gates import function_of
 from bridge.cuda.toolchain.compiler import recipe
 from bridge.cuda.toolchain.device import view
 from bridge.cuda.toolchain.intrinsics import device_function, launch_dependents, launches_wait, warp_sum
@@ -162,7 +162,7 @@ def activation_kernel(exact: bool, dependent: bool = False, activation: str = "s
     its records; inner a multiple of 32."""
     name = f"{activation}_{int(exact)}{'_ungated' * (not gated)}{'_dependent' * dependent}"
     function = expand(
-        _activation, name, BLOCK=32 * _WARPS, DEPENDENT=dependent, GATED=gated, activate=ACTIVATIONS[activation],
+        _activation, name, BLOCK=32 * _WARPS, DEPENDENT=dependent, GATED=gated, activate=function_of(activation),
         put=store_exact if exact else store,
     )  # fmt: skip
     return Kernel(function, "void(float32[::1], float32[::1], uint8[::1], int32)", dependent=dependent)

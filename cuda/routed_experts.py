@@ -94,6 +94,7 @@ class DeviceExperts:
         def alone(tensor: QuantTensor | None) -> Any:
             return None if tensor is None else Stack([tensor], multiplier)
 
+        self._activation = gates.limited(config.activation, experts.limits[0])
         self._count, self._gated = len(experts.networks), experts.shared_gate is not None
         rows = [experts.router] + [gate[None] for gate in (experts.shared_gate,) if gate is not None]
         self._router = upload(np.concatenate(rows), self.device)
@@ -124,7 +125,8 @@ class DeviceExperts:
         self._shared: Any = None
         if experts.shared is not None:
             *inner, last = experts.shared
-            self._shared, self._shared_down = Gated(*inner, multiplier, None, config.activation), alone(last)
+            shared = gates.limited(config.activation, experts.limits[1])
+            self._shared, self._shared_down = Gated(*inner, multiplier, None, shared), alone(last)
             self._between: dict[int, tuple[Vector, Vector, Any]] = {}  # by numbers of tokens, of a step
         one_each = self._shorten is None and self._lengthen is None
         self.steps = one_each and all(isinstance(stack, ExpertMatrices) for stack, _ in (*self._inner, self._down))
@@ -201,7 +203,7 @@ class DeviceExperts:
 
     def _at_once(self, x: Any, records: Records | None, chosen: Any, dependent: bool, step: bool) -> Any:
         """What the chosen experts make of x f32 [n, outer] or [pairs, outer]: f32 [pairs, outer]."""
-        precision, activation, used = self.multiplier.precision, self.config.activation, self.config.routing.used
+        precision, activation, used = self.multiplier.precision, self._activation, self.config.routing.used
 
         def made(part: Any, x: Any, records: Any = None, activation: Any = None, recorded: Any = None) -> Any:
             stack, bias = part
@@ -250,9 +252,9 @@ class DeviceExperts:
 
         values = [made(part, x) for part in self._inner]
         if self._fused:
-            y = floats_by_torch(self._way, values[0], activation=self.config.activation)
+            y = floats_by_torch(self._way, values[0], activation=self._activation)
         else:
-            y = gates.by_torch(self.config.activation, *values)
+            y = gates.by_torch(self._activation, *values)
         y = made(self._down, y)
         return torch.empty_like(y).index_copy_(0, order, y)
 

@@ -24,6 +24,7 @@ class Windows:
                    layers, whatever the key says
     scaled         their frequencies are scaled and divided as those of the other layers
     alone_rotated  the other layers rotate nothing
+    alone_whole    the other layers rotate half of what the metadata says that these do
     dense_rotated  but those before the first with experts
     layers         that the models with a window have; 0: any number
     last           the layer without a window is the last of each period, not the first
@@ -36,6 +37,7 @@ class Windows:
     base: float | None = 0.0
     scaled: bool = True
     alone_rotated: bool = False
+    alone_whole: bool = False
     dense_rotated: bool = False
     layers: int = 0
     last: bool = True
@@ -58,7 +60,9 @@ class State:
     may_lack_norm: bool = False  # models may have no norm after it
     tiled: bool = False  # state h has the keys of head h modulo the groups, rather than of head h * groups / heads
     joined: bool = False  # a delta net's beta and alpha come of one matrix, group by group
-    full_gate: bool = False  # KDA's gate of the output is made by one matrix, not by two of low rank
+    full_decay: str = ""  # the matrix that makes KDA's decays alone; "": two of low rank do, ssm_f_a and ssm_f_b
+    full_gate: str = ""  # that which makes the gates of its output; "": ssm_g_a and ssm_g_b do
+    bounded: bool = False  # KDA's decays have a bound in all models, kda.gate_lower_bound
 
 
 @record
@@ -68,6 +72,7 @@ class Graph:
     # attention
     causal: bool = True  # tokens attend to those before them alone, if attention.causal does not say so
     neighbours: bool = False  # rotary pairs are neighbours (2i, 2i + 1) rather than halves (i, i + n/2)
+    halves_of_images: bool = False  # but halves in models with rope.dimension_sections, which see images
     normed: bool = False  # q and k are normalized, each head or all of them together
     normed_together: bool = False  # they are so together: one norm for the heads of q, one for those of k
     norms_rotated: bool = False  # they are normalized after the rotation, not before
@@ -76,6 +81,7 @@ class Graph:
     values_normed: bool = False  # by no weights; where a layer has no matrix for values they are the keys
     output_gate: bool = False  # results are multiplied by a sigmoid; its rows follow those of each head in q's matrix
     gate_matrix: bool = False  # they are by that of what a matrix of its own makes, attn_gate: of each element or head
+    some_gates: bool = False  # but in layers without such a matrix in the file
     softplus: bool = False  # they are by a softplus of it
     latent: bool = False  # keys and values are made of a latent vector
     still: bool = False  # rotations are by no angle: of latent attention's keys too the part that others rotate
@@ -120,6 +126,7 @@ class Graph:
     beside: bool = False  # layers with experts have a network as well, which reads the same
     leading: int = 0  # layers before the first with experts, if leading_dense_block_count is missing
     expert_every: int | None = 1  # every n-th layer has experts; None: interleave_moe_layer_step says so
+    by_router: bool = False  # but layers without a router in the file have plain networks
     one_is_dense: bool = False  # a model of one expert has plain networks
     sigmoid: bool = False  # of routers, if expert_gating_func is missing, which llama.cpp may want
     sigmoid_vocab: int = 0  # tokens of the model with a sigmoid without that key
@@ -220,6 +227,10 @@ ARCHITECTURES = {
     "bailingmoe": Graph(neighbours=True, unnormalized=True, shared_experts=0),
     "bailingmoe2": Graph(normed=True, sigmoid=True, unnormalized=True),
     "hy_v3": Graph(normed=True, sigmoid=True, unnormalized=True, leading=1),
+    "step35": Graph(
+        gate_matrix=True, some_gates=True, by_router=True, sigmoid=True, unnormalized=True,
+        windows=Windows(None, None, base=10000.0, scaled=False, alone_whole=True),
+    ),
     "mimo2": Graph(sigmoid=True, sinks=True, some_sinks=True, windows=Windows(None, None, scaled=False)),
     "hunyuan-dense": Graph(normed=True, norms_rotated=True), "hunyuan-moe": Graph(normed=True, norms_rotated=True),
     "minimax-m2": Graph(normed=True, normed_together=True, sigmoid=True),
@@ -250,8 +261,12 @@ ARCHITECTURES = {
     "deepseek2": Graph(**_LATENT, sigmoid_vocab=154880),  # GLM-4.7-Flash, whose first files lack the key
     "kimi-linear": Graph(latent=True, still=True, sigmoid=True, shared_experts=0, state=State(KDA)),
     "kimi-k3": Graph(
-        latent=True, still=True, gate_matrix=True, situ=True, sigmoid=True, unnormalized=True, shared_experts=0,
-        put_aside=True, state=State(KDA, full_gate=True),
+        latent=True, still=True, gate_matrix=True, some_gates=True, situ=True, sigmoid=True, unnormalized=True,
+        shared_experts=0, put_aside=True, state=State(KDA, full_gate="ssm_g"),
+    ),
+    "bailingmoe3": Graph(
+        **(_LATENT | {"shared_experts": 1}), halves_of_images=True, gate_matrix=True,
+        state=State(KDA, full_decay="ssm_f_a", full_gate="ssm_g_a", bounded=True),
     ),
     "deepseek32": _INDEXED, "glm-dsa": _INDEXED, "mistral4": Graph(**_LATENT),
     "lfm2": Graph(**_CONVOLVED), "lfm2moe": Graph(**_CONVOLVED, sigmoid=True),

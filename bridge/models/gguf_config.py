@@ -139,6 +139,8 @@ def _config(family: Family, metadata: Mapping[str, Any], names: Collection[str])
     config = {names_of.get(key, key): value for key, value in values.items() if key not in family.lacks}
     if predicting := needed("block_count") - gguf_layers(metadata):
         config["num_nextn_predict_layers"] = predicting
+    if (types := metadata.get("tokenizer.ggml.token_type_count")) is not None:
+        config["type_vocab_size"] = int(types)
     config |= {names_of.get(e.key, e.key): copy(e.values[0]) for e in family.expects if e.written}
     stored = StoredKeys(arch, get, names, values)
     for entry in family.metadata:

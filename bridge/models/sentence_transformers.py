@@ -5,6 +5,7 @@ Dense       a matrix that the vector is multiplied by: dense_2, dense_3, where l
 Normalize   the vector divided by its length: programs do so whenever they are not told otherwise
 """
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ _POOLINGS = {
     "mean": PoolingType.MEAN, "mean_tokens": PoolingType.MEAN, "cls": PoolingType.CLS, "cls_token": PoolingType.CLS,
     "lasttoken": PoolingType.LAST,
 }  # fmt: skip
+_FLAGS = ("cls_token", "mean_tokens", "lasttoken")
 _KNOWN = ("Transformer", "Pooling", "Dense", "Normalize", "Dropout")
 
 
@@ -41,6 +43,20 @@ def pooling_type(folder: Path) -> int | None:
             "last token alone"
         )
     return int(_POOLINGS[modes[0]])
+
+
+def module_files(pooling: object, hidden: object) -> dict[str, str]:
+    """What `pooling_type` reads, as the files' texts by name: modules.json and the folders of its modules."""
+    mode = next((name for name, each in _POOLINGS.items() if each == pooling and name in _FLAGS), None)
+    if mode is None:
+        return {}
+    paths = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
+    modules = [
+        {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for number, (kind, path) in enumerate(paths.items())
+    ]
+    config = {"word_embedding_dimension": hidden} | {f"pooling_mode_{flag}": flag == mode for flag in _FLAGS}
+    return {"modules.json": json.dumps(modules, indent=2), "1_Pooling/config.json": json.dumps(config, indent=2)}
 
 
 def _modes(config: Mapping[str, Any]) -> list[str]:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from bridge.cuda.norm import rms
 from bridge.cuda.product import gates
-from bridge.cuda.product.gates import ACTIVATIONS
+from bridge.cuda.product.gates import function_of
 from bridge.cuda.toolchain.compiler import recipe
 from bridge.cuda.toolchain.device import Device, view
 from bridge.cuda.toolchain.intrinsics import load_16f, or_, shl, store_16, to_half, warp_max, warp_sum
@@ -122,7 +122,7 @@ def kernel(way: str, scaled: bool = False, activation: str = "silu") -> Kernel:
     gate = way.startswith("gate")
     scope = {"GATE": gate, "IN_TURN": way == "gate_in_turn", "ALONE": way == "gate_alone", "NORM": way == "norm"}
     name = way + f"_{activation}" * gate
-    four = device_function(expand(_four, name, activate=ACTIVATIONS[activation], **scope))
+    four = device_function(expand(_four, name, activate=function_of(activation), **scope))
     function = expand(
         _halve, name + "_scaled" * scaled, four=four, THREADS=_THREADS, WARPS=_THREADS // 32, SCALED=scaled, **scope
     )

@@ -48,7 +48,7 @@ from typing import Any
 import numpy as np
 from bridge.cuda.forms.superblock import functions
 from bridge.cuda.product.activations import BEYOND, FLOAT_RECORD, FLOAT_TILE, RECORD, TILE, store, store_exact
-from bridge.cuda.product.gates import ACTIVATIONS
+from bridge.cuda.product.gates import function_of, named_in
 from bridge.cuda.product.matvec_shape import COLUMNS_OF_A_LANE, MatvecShape, registers_of
 from bridge.cuda.toolchain.compiler import recipe
 from bridge.cuda.toolchain.intrinsics import (
@@ -294,7 +294,7 @@ def kernel(type: str, n: int, shape: MatvecShape, exact: bool, epilogue: str, de
     """
     from bridge.cuda.toolchain.launch import Kernel
 
-    gated = _activation(epilogue) is not None and "ungated" not in epilogue
+    gated = named_in(epilogue) is not None and "ungated" not in epilogue
     if gated and shape.rows % 2:
         raise BridgeError(f"{type}: {shape} separates gate from up, whose rows alternate; rows must be 2 or 4")
     fused = "normed" in epilogue or "recorded" in epilogue
@@ -310,11 +310,6 @@ def kernel(type: str, n: int, shape: MatvecShape, exact: bool, epilogue: str, de
     return Kernel(expanded, signature, registers_of(type, n, shape, exact, fused), dependent=dependent)
 
 
-def _activation(epilogue: str) -> str | None:
-    """The activation that an epilogue names."""
-    return next((name for name in ACTIVATIONS if name in epilogue), None)
-
-
 def expanded_product(
     type: str, n: int, shape: MatvecShape, exact: bool, epilogue: str, dependent: bool, without: tuple[str, ...]
 ) -> Any:
@@ -322,7 +317,7 @@ def expanded_product(
     formulas = functions(type)
     suffix = f"{type}_{n}_{'f32' if exact else 'int8'}_{'_'.join(map(str, shape))}{epilogue and '_'}{epilogue}"
     suffix += "_dependent" * dependent
-    activation = _activation(epilogue)
+    activation = named_in(epilogue)
     gated = activation is not None and "ungated" not in epilogue
     # what the previous launch writes changes while a dependent kernel runs
     x = {"cached_8": load_8, "cached_16": load_16, "cached_16f": load_16f} if dependent else {}
@@ -334,7 +329,7 @@ def expanded_product(
         LANES=32 if n <= COLUMNS_OF_A_LANE else 16, LANES_LOG=5 if n <= COLUMNS_OF_A_LANE else 4,
         ROWS=shape.rows, UNITS=shape.units, SPLIT=shape.split, SPLIT_LOG=shape.split.bit_length() - 1,
         WARPS=shape.warps, EXACT=exact, ACCUMULATE="accumulate" in epilogue, BIAS="bias" in epilogue,
-        GATED=gated, UNGATED="ungated" in epilogue, activate=ACTIVATIONS.get(activation or ""),
+        GATED=gated, UNGATED="ungated" in epilogue, activate=activation and function_of(activation),
         CHOSEN="chosen" in epilogue, FACTORED=formulas.layout.factored, load=formulas.load, prefetch=formulas.prefetch,
         BOOK=0 if formulas.layout.book is None else len(formulas.layout.book.table), TABLE_AT=formulas.table_at,
         NUMBERED=formulas.decode is not None, decode=formulas.decode_shared, unpack=formulas.unpack,

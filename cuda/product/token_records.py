@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from bridge.cuda.product.activations import rounded
-from bridge.cuda.product.gates import ACTIVATIONS
+from bridge.cuda.product.gates import function_of
 from bridge.cuda.toolchain.compiler import recipe
 from bridge.cuda.toolchain.device import Device, kind, view
 from bridge.cuda.toolchain.intrinsics import (
@@ -137,7 +137,7 @@ def kernel(way: str, kind: str, activation: str = "silu") -> Any:
     from bridge.cuda.toolchain.launch import Kernel
 
     name = way + f"_{activation}" * way.startswith("gate") + f"_{kind}"
-    value = device_function(expand(_value_at, name, WAY=way, KIND=kind, activate=ACTIVATIONS[activation]))
+    value = device_function(expand(_value_at, name, WAY=way, KIND=kind, activate=function_of(activation)))
     expanded = expand(_record, name, NORM=way == "norm", value_at=value)
     element = "float32" if kind == "f32" else "int16"
     return Kernel(expanded, f"void({element}[::1], float32[::1], uint8[::1], int64, int64, int64, int64, float32)")

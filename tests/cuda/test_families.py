@@ -32,7 +32,9 @@ pytest.importorskip("transformers")
 LENGTH, STEPS = 40, 3  # longer than the small models' windows
 TOKENS = np.random.default_rng(5).integers(0, 2048, LENGTH + STEPS).tolist()
 # of block types, in which launches take parts of others along
-IN_BLOCKS = ["deepseek3", "falcon-h1", "gemma3", "gemma4-moe", "gpt-oss", "llama4", "qwen3-next", "qwen3-vl-moe"]
+IN_BLOCKS = [
+    "deepseek3", "falcon-h1", "gemma3", "gemma4-moe", "gpt-oss", "llama4", "qwen3-next", "qwen3-vl-moe", "step35",
+]  # fmt: skip
 
 
 def check(path: Path) -> str:

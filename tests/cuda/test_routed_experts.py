@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from bridge.blocks import TYPES
 from bridge.errors import BridgeError
 from bridge.runtime import QuantTensor
-from bridge.runtime.config.decoder_config import Routing
+from bridge.runtime.config.decoder_config import DecoderConfig, Routing
 from bridge.runtime.decoder.experts import mix, route
 from bridge.runtime.layers.layers import Experts
 from tests.support import ptx
@@ -71,7 +72,7 @@ def floats(seed: int, *shape: int) -> np.ndarray:
 def layer(
     how: Routing = TWO, activation: str = "silu", types: str = "Q4_0 Q4_0 Q4_0", biased: bool = False,
     router_bias: bool = False, choice_bias: bool = False, shared: bool = False, gated: bool = False,
-    short: bool = False,
+    short: bool = False, limits: tuple[float, float] = (0.0, 0.0),
 ) -> tuple[Experts, Any]:  # fmt: skip
     """Experts of types of gate, up (- if there is none) and down, and a config."""
     outer = LATENT if short else HIDDEN
@@ -81,7 +82,7 @@ def layer(
         pairs = enumerate(zip(types.split(), shapes, strict=True))
         return tuple(None if type == "-" else matrix(type, *shape, seed + i) for i, (type, shape) in pairs)
 
-    ours = Experts(floats(1, COUNT, HIDDEN) / 8, [network(types, 9 * e, shapes) for e in range(COUNT)])
+    ours = Experts(floats(1, COUNT, HIDDEN) / 8, [network(types, 9 * e, shapes) for e in range(COUNT)], limits=limits)
     if biased:
         ours.biases = floats(2, COUNT, INNER), floats(3, COUNT, INNER), floats(4, COUNT, outer)
     if router_bias:
@@ -95,7 +96,9 @@ def layer(
         ours.shared_gate = floats(7, HIDDEN) / 8
     if short:
         ours.shorten, ours.lengthen = matrix("Q8_0", LATENT, HIDDEN, 91), matrix("Q8_0", HIDDEN, LATENT, 92)
-    return ours, SimpleNamespace(routing=how, activation=activation, hidden=HIDDEN, experts=COUNT)
+    config = SimpleNamespace(routing=how, activation=activation, situ=(), hidden=HIDDEN, experts=COUNT)
+    config.activation_within = partial(DecoderConfig.activation_within, config)
+    return ours, config
 
 
 def moved(experts: Experts, config: Any, precision: str) -> DeviceExperts:
@@ -119,6 +122,7 @@ LAYERS: dict[str, Any] = {
     "llama 4": {"how": Routing(used=1, sigmoid=True, normalized=False, before=True), "shared": True},
     "two read what is weighed before": {"how": Routing(used=2, before=True)},
     "gemma 4": {"activation": "gelu"},
+    "step 3.5": {"shared": True, "limits": (0.25, 0.125)},
     "nemotron 3": {
         "how": Routing(used=9, sigmoid=True, scale=1.5), "activation": "relu2", "types": "Q4_0 - Q4_0", "short": True,
         "shared": True, "choice_bias": True,

@@ -125,6 +125,45 @@ def test_a_rerankers_scores_are_those_of_transformers_and_of_llama_cpp(name: str
     np.testing.assert_allclose(scores, theirs, atol=2e-3)
 
 
+@pytest.mark.parametrize("name", ["bert", "xlm-roberta", "roberta", "nomic-bert", "nomic-bert-moe", "jina2"])
+def test_an_encoder_is_exported_from_its_gguf_alone(name: str, tmp_path: Path) -> None:
+    encoder = ENCODERS[name]
+    new_encoder(encoder, tmp_path / name)
+    gguf, exported = converted(tmp_path / name), tmp_path / "exported"
+    bridge.export(gguf, exported, dtype="F32")
+    texts = [*TEXTS, "", "<s> a cat</s>[SEP] kings<mask>", " <mask> \t dog", "\u2603x \u00bd\ufb01 \u00c9\u3000B_#"]
+    with LlamaCpp(gguf, pooling=1) as peer:
+        for text in texts:
+            assert ids_of(exported, text) == peer.tokenize(text, add_special=True), text
+    with bridge.Model.load(gguf, precision="f32", kv="f32") as model:
+        assert ids_of(exported, QUERY, DOCUMENTS[0]) == model.tokenizer.encode_pair(QUERY, DOCUMENTS[0])
+        with bridge.Model.load(converted(exported), precision="f32", kv="f32") as again:
+            assert again.config.pooling == model.config.pooling
+            np.testing.assert_array_equal(again.embed(TEXTS), model.embed(TEXTS))
+        if name in ("bert", "xlm-roberta"):
+            import transformers
+
+            tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
+            reference = transformers.AutoModel.from_pretrained(exported, dtype="float32").eval()
+            expected = [pooled(encoder, exported, states(reference, tokenizer(text)["input_ids"])) for text in TEXTS]
+            np.testing.assert_allclose(model.embed(TEXTS), expected, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["bert-reranker", "xlm-roberta-reranker"])
+def test_a_reranker_is_exported_from_its_gguf_alone(name: str, tmp_path: Path) -> None:
+    import torch
+    import transformers
+
+    new_encoder(RERANKERS[name], tmp_path / name)
+    gguf, exported = converted(tmp_path / name), tmp_path / "exported"
+    bridge.export(gguf, exported, dtype="F32")
+    reference = transformers.AutoModelForSequenceClassification.from_pretrained(exported, dtype="float32").eval()
+    with torch.no_grad():
+        logits = [reference(torch.tensor([ids_of(exported, QUERY, text)])).logits[0, 0] for text in DOCUMENTS]
+    with bridge.Model.load(gguf, precision="f32", kv="f32") as model:
+        np.testing.assert_allclose(model.rerank(QUERY, DOCUMENTS), [float(logit) for logit in logits], atol=2e-5)
+
+
 def test_a_quantized_embedding_model_keeps_its_codes(tmp_path: Path) -> None:
     folder = tmp_path / "float"
     new_encoder(ENCODERS["qwen3-embedding"], folder)

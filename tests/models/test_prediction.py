@@ -24,7 +24,7 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 TOKENS = np.random.default_rng(1).integers(0, 2048, 24).tolist()
-RUN_HERE = {"glm4-moe", "glm4-moe-lite", "qwen3.5", "exaone-moe", "cohere2-moe", "hy3"}
+RUN_HERE = {"glm4-moe", "glm4-moe-lite", "qwen3.5", "exaone-moe", "cohere2-moe", "hy3", "ling3"}
 NEXTN = {"nextn.eh_proj", "nextn.enorm", "nextn.hnorm"}
 PREDICTING = ["qwen3.5", "nemotron-3-super", "glm5", "glm5-next", "ling3", "deepseek3.2", "exaone-moe", "hy3"]
 

@@ -62,6 +62,8 @@ def test_settings_and_chat_template_come_along(tmp_path: Path) -> None:
     named = {each["name"]: each["template"] for each in config["chat_template"]}
     assert named == {"default": metadata["tokenizer.chat_template"], "tool_use": "{{ tools }}"}
     with pytest.raises(BridgeError, match="must be gpt2"):
+        tokenizer_files(metadata | {"tokenizer.ggml.model": "rwkv"})
+    with pytest.raises(BridgeError, match=r"tokenizer\.ggml\.scores is missing, by which texts are cut into unigrams"):
         tokenizer_files(metadata | {"tokenizer.ggml.model": "t5"})
     with pytest.raises(BridgeError, match="rules for cutting words"):
         tokenizer_files(metadata | {"tokenizer.ggml.pre": "nobodys"})

@@ -201,3 +201,14 @@ def test_gradients_of_some_positions_at_a_time_are_those_of_all(model: Path, mon
 def test_durations_are_said_as_exactly_as_estimates_are() -> None:
     said = {12.3: "12 s", 89: "89 s", 150: "2 min", 5300: "88 min", 3600 * 2.52: "2.5 h", 3600 * 26.4: "26 h"}
     assert {seconds: duration_text(seconds) for seconds in said} == said
+
+
+def test_layers_with_heads_of_several_sizes_are_counted(tmp_path: Path) -> None:
+    """Gemma 4's, of which transformers tells no single size."""
+    kinds = ["sliding_attention", "full_attention"]
+    folder = save_model(
+        tmp_path / "model", "Gemma4TextConfig", layer_types=kinds, sliding_window=32, head_dim=16,
+        hidden_size_per_layer_input=0, num_kv_shared_layers=0, per_layer_config={"1": {"head_dim": 32}},
+    )  # fmt: skip
+    with open_checkpoint(folder) as checkpoint:
+        assert needs_of(job_of(FloatModel(checkpoint))).seconds > 0

@@ -17,6 +17,7 @@ from bridge.models.gguf_config import config_of_gguf
 from bridge.runtime.config.config_reader import read_config
 from bridge.runtime.config.decoder_config import Routing
 from bridge.runtime.decoder.experts import route
+from bridge.runtime.decoder.numpy_machine import NumpyMachine
 from bridge.runtime.layers.weights import read_weights
 from scripts.peers.llama.llama_cpp import LlamaCpp
 from scripts.peers.predictions import log_softmax, mean_kl
@@ -329,6 +330,31 @@ def test_exaone_4_of_64_layers_has_windows_whose_layers_alone_are_rotated(tmp_pa
 
 
 @pytest.mark.parametrize(
+    "fields",
+    [
+        {"q_lora_rank": 16, "norm_topk_prob": False, "kda_lower_bound": -2.0},
+        {"tie_word_embeddings": True, "n_group": 1, "topk_group": 1, "mrope_section": [2, 1, 1]},
+        {
+            "head_dim": 32, "first_k_dense_replace": 2, "expert_swiglu_limit_list": [0, 0, 0.02, 0.03],
+            "share_expert_swiglu_limit_list": [None, 0.3, None, 0.01],
+        },
+    ],
+    ids=["another bound", "of images", "limited activations"],
+)  # fmt: skip
+def test_other_configs_of_ling_3_give_the_logits_of_llama_cpp(fields: dict[str, Any], tmp_path: Path) -> None:
+    """In a model that sees images other pairs are rotated; limits are those of experts, and of other networks."""
+    _, path = converted("ling3", tmp_path, "F32", **fields)
+    model = bridge.Model.load(path, precision="f32", kv="f32")
+    c = model.config
+    assert (c.graph.neighbours, bool(c.limits)) == ("mrope_section" not in fields, "expert_swiglu_limit_list" in fields)
+    with LlamaCpp(path, n_ctx=64) as peer:
+        logits = peer.logits(TOKENS[:40])
+    plain = NumpyMachine(model._decoder.weights, c, 64)
+    assert mean_kl(logits, model.logits(TOKENS[:40])) < 1e-6
+    assert mean_kl(logits, plain.logits(plain.read(TOKENS[:40]))) < 1e-6
+
+
+@pytest.mark.parametrize(
     ("name", "changes", "problem"),
     [
         ("glm4-moe", {"expert_gating_func": 4}, "expert_gating_func is 4, which is unknown"),
@@ -353,6 +379,14 @@ def test_exaone_4_of_64_layers_has_windows_whose_layers_alone_are_rotated(tmp_pa
         ("gemma3n", {"altup.num_inputs": 2}, "2 streams of activations .* must be 4, and the first"),
         ("minicpm", {"residual_scale": None}, "residual_scale is missing; convert"),
         ("jamba", {"ssm.state_size": None}, "ssm.state_size is missing; convert"),
+        ("ling3", {"kda.gate_lower_bound": None}, "kda.gate_lower_bound is None; must be below 0; convert"),
+        ("ling3", {"kda.gate_lower_bound": 0.5}, "kda.gate_lower_bound is 0.5; must be below 0; convert"),
+        (
+            "ling3",
+            {"swiglu_clamp_exp": [1.0]},
+            "swiglu_clamp_exp is .1.0.; must be a number for each of . layers, 0 or",
+        ),
+        ("ling3", {"swiglu_clamp_shexp": -1.0}, "swiglu_clamp_shexp is -1.0; must be a number for each of . layers"),
         ("falcon-h1", {"ssm.group_count": 3}, "64 values in 4 heads that share 3 groups cannot run here"),
     ],
 )

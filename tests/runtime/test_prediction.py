@@ -18,7 +18,10 @@ from tests.support.predicting_models import save_predicting
 
 pytest.importorskip("torch")
 
-HEADS = {"qwen3.5": {"linear_num_value_heads": 16}}  # of states, as many as a kernel has lanes
+# of states, or of gates, as many as a kernel has lanes
+HEADS = {
+    "qwen3.5": {"linear_num_value_heads": 16}, "ling3": {"num_attention_heads": 16, "num_key_value_heads": 16},
+}  # fmt: skip
 TOKENS = np.random.default_rng(1).integers(0, 2048, 40).tolist()
 
 
@@ -81,7 +84,7 @@ def test_the_layer_computes_what_transformers_layer_does(folder: Path) -> None:
 
 
 @repacked
-@pytest.mark.parametrize("name", ["glm4-moe", "glm4-moe-lite", "qwen3.5"])
+@pytest.mark.parametrize("name", ["glm4-moe", "glm4-moe-lite", "qwen3.5", "ling3"])
 @pytest.mark.parametrize("kv", ["f16", "q8_0"])
 def test_the_reply_is_the_one_without_guesses(name: str, kv: str, folder: Path, tmp_path: Path) -> None:
     if name != "glm4-moe":

@@ -28,8 +28,9 @@ torch = pytest.importorskip("torch")
 
 FAMILIES = [
     "lfm2", "lfm2-moe", "qwen3.5", "qwen3.5-moe", "qwen3-next", "granite-4", "nemotron-h", "nemotron-h-moe",
-    "nemotron-3-super", "falcon-h1", "mamba2", "jamba", "kimi-linear",
+    "nemotron-3-super", "falcon-h1", "mamba2", "jamba", "kimi-linear", "ling3",
 ]  # fmt: skip
+FAR = {"ling3": 1e-8}  # by matrices of keys in half floats, of several layers
 TOKENS = np.random.default_rng(1).integers(0, 2048, 48).tolist()
 GREEDY: dict[str, Any] = {"temperature": 0}
 
@@ -61,16 +62,16 @@ def loaded(path: Path, **options: Any) -> Model:
 def test_a_family_gives_the_logits_of_transformers_however_its_tokens_are_read(
     name: str, made: Callable[[str], Made], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, reference = made(name)
+    (path, reference), far = made(name), FAR.get(name, 1e-9)
     with torch.no_grad():
         expected = reference(torch.tensor([TOKENS])).logits[0].numpy()
     model = loaded(path)
-    assert mean_kl(expected, model.logits(TOKENS)) < 1e-9
+    assert mean_kl(expected, model.logits(TOKENS)) < far
     monkeypatch.setattr(decoder_module, "BATCH", 5)  # more tokens than the convolution sees, and in the end fewer
-    assert mean_kl(expected, model.logits(TOKENS)) < 1e-9
+    assert mean_kl(expected, model.logits(TOKENS)) < far
     decoder = model._decoder
     decoder.cache.length = 0
-    assert mean_kl(expected, np.array([decoder.next_scores(token).copy() for token in TOKENS])) < 1e-9
+    assert mean_kl(expected, np.array([decoder.next_scores(token).copy() for token in TOKENS])) < far
 
 
 def test_a_falcon_h1_may_have_no_norm_in_its_mamba_layers(tmp_path: Path) -> None:
@@ -207,6 +208,9 @@ GUESSING: dict[str, dict[str, Any]] = {
     "kimi-k3": {
         "linear_attn_config": CONFIG["text_config"]["linear_attn_config"] | {"head_dim": 32}, "q_lora_rank": 32,
         "kv_lora_rank": 32, "v_head_dim": 16,
+    },
+    "ling3": {
+        "num_attention_heads": 16, "num_key_value_heads": 16, "moe_intermediate_size": 32, "kv_lora_rank": 32,
     },
 }  # fmt: skip
 REPEATED: dict[str, Any] = {"temperature": 0, "logit_bias": dict.fromkeys(TOKENS[:4], 30.0)}  # few tokens are drawn

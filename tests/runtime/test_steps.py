@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from bridge.blocks import TYPES
-from bridge.runtime.config.decoder_config import Routing
+from bridge.runtime.config.decoder_config import DecoderConfig, Routing
 from bridge.runtime.cpu.forms import activations
 from bridge.runtime.cpu.ops import passes
 from bridge.runtime.cpu.ops.passes import Kernels
@@ -129,6 +130,7 @@ def test_items_of_products_are_each_threads_parts_of_all(groups: tuple[int, ...]
 def mixture(
     how: Routing, activation: str = "silu", biased: bool = False, choice_bias: bool = False, shared: bool = False,
     gated: bool = False, short: bool = False, ungated: bool = False, first: str = "Q4_0", situ: tuple[float, ...] = (),
+    limits: tuple[float, float] = (0.0, 0.0),
 ) -> tuple[Experts, Any]:  # fmt: skip
     """Experts whose matrices are Q4_0, gate and up of the type `first`, and a configuration."""
     outer = LATENT if short else HIDDEN
@@ -141,7 +143,7 @@ def mixture(
             part.factors = np.array([factor], np.float32)
         return gate, None if ungated else up, down
 
-    experts = Experts(floats(1, COUNT, HIDDEN) / 8, [network(9 * e, shapes) for e in range(COUNT)])
+    experts = Experts(floats(1, COUNT, HIDDEN) / 8, [network(9 * e, shapes) for e in range(COUNT)], limits=limits)
     if biased:
         experts.biases = floats(2, COUNT, INNER), floats(3, COUNT, INNER), floats(4, COUNT, outer)
         experts.router_bias = floats(5, COUNT)
@@ -159,6 +161,7 @@ def mixture(
         routing=how, activation=activation, hidden=HIDDEN, experts=COUNT, expert_inner=INNER, expert_outer=outer,
         expert_latent=LATENT if short else 0, shared_inner=INNER if shared else 0, situ=situ, norm_eps=1e-5,
     )  # fmt: skip
+    config.activation_within = partial(DecoderConfig.activation_within, config)
     return experts, config
 
 
@@ -170,6 +173,7 @@ MIXTURES: dict[str, Any] = {
     },
     "gpt-oss": {"how": Routing(used=4), "activation": "clamped", "biased": True},
     "phi-moe": {"how": Routing(used=2, mixer=0.2)},
+    "ling 3": {"how": Routing(used=3, sigmoid=True), "shared": True, "limits": (0.2, 0.1)},
     "llama 4": {"how": Routing(used=1, sigmoid=True, normalized=False, before=True), "shared": True},
     "nemotron 3": {
         "how": Routing(used=3, sigmoid=True), "activation": "relu2", "ungated": True, "short": True, "shared": True,

@@ -21,7 +21,10 @@ SHAPES = {
 DEEPER = {
     "delta attention": RecurrentConfig(KDA, (True,), 3, 3 * 2 * 24, 2, 2, 24, 24),
     "delta attention of bounded decays": RecurrentConfig(
-        KDA, (True,), 3, 3 * 2 * 24, 2, 2, 24, 24, full_gate=True, least=-5.0
+        KDA, (True,), 3, 3 * 2 * 24, 2, 2, 24, 24, full_gate="ssm_g", least=-5.0
+    ),
+    "delta attention of full rank": RecurrentConfig(
+        KDA, (True,), 4, 3 * 3 * 10, 3, 3, 10, 10, full_decay="ssm_f_a", full_gate="ssm_g_a", least=-2.0
     ),
 }
 
@@ -98,10 +101,11 @@ def plain_layer(c: RecurrentConfig, layer: Recurrent, inputs: list[np.ndarray], 
 def _plain_kda(
     c: RecurrentConfig, layer: Recurrent, x: np.ndarray, inputs: list[np.ndarray], eps: float
 ) -> np.ndarray:  # fmt: skip
-    low, beta, z = (array.astype(np.float64) for array in inputs)
-    into, *gate = (matrix.dequantize().astype(np.float64).T for matrix in layer.second)
-    z = z @ gate[0] if gate else z
-    step = (low @ into + layer.dt_bias).reshape(len(x), c.heads, -1)
+    step, beta, z = (array.astype(np.float64) for array in inputs)
+    second = [matrix.dequantize().astype(np.float64).T for matrix in layer.second]
+    step = (step if c.full_decay else step @ second[0]) + layer.dt_bias
+    z = z if c.full_gate else z @ second[-1]
+    step = step.reshape(len(x), c.heads, -1)
     rates = layer.decay[:, None]
     decays = np.exp(c.least / (1 + np.exp(rates * step)) if c.least else rates * np.log1p(np.exp(step)))
     state, rows = np.zeros((c.heads, c.key_dim, c.value_dim)), []
@@ -149,7 +153,7 @@ def random_layer(c: RecurrentConfig, n: int) -> tuple[Recurrent, list[np.ndarray
     elif c.kind == KDA:
         layer = Recurrent(
             (), None, draw(c.kernel, c.channels), None, -np.exp(draw(c.heads)), draw(c.values), norm=draw(c.value_dim),
-            second=tuple(matrix(c.values, c.key_dim) for _ in range(1 if c.full_gate else 2)),
+            second=tuple(matrix(c.values, c.key_dim) for _ in c.second),
         )  # fmt: skip
     else:
         layer = Recurrent(

@@ -20,6 +20,7 @@ _OWN = re.compile(
     r"|(quantize|quant|quantization|hf_quant)_config\.json|quant_log\.csv|recipe\.yaml"
     r"|tokenizer(_config)?\.json|(tokenizer|tiktoken|spiece|sentencepiece\.bpe)\.model|(vocab|merges)\.txt"
     r"|(\w+_)?(pre)?processor_config\.json|chat_template\.(json|jinja)|additional_chat_templates/[\w.-]+\.jinja"
+    r"|modules\.json|\d+_[A-Z]\w+/config\.json"
     r"|README\.md|LICENSE([.-]\w+)?|\.gitattributes"
 )
 # of sentence-transformers, in folders beside the model

@@ -15,6 +15,7 @@ from bridge.errors import BridgeError, parameter
 from bridge.gguf_file.reader import StoredModel
 from bridge.models import describe_model
 from bridge.models.gguf_config import ROPE_FACTORS, add_rope_factors, add_told, config_of_gguf, family_of_gguf
+from bridge.models.sentence_transformers import module_files
 from bridge.models.tokenizer.tokenizer_json import tokenizer_files
 from bridge.runtime.tokenizer import stop_tokens
 
@@ -38,7 +39,11 @@ def write_config(model: StoredModel, folder: Path) -> None:
         add_rope_factors(config, {name: tensor.raw.view(np.float32) for name, tensor in factors.items()})
         add_told(config, model.metadata, lambda name: model.tensors[name].raw.view(np.float32))
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        for name, text in tokenizer_files(model.metadata).items():
+        arch = model.metadata["general.architecture"]
+        pooling, hidden = (model.metadata.get(f"{arch}.{key}") for key in ("pooling_type", "embedding_length"))
+        modules = module_files(pooling, hidden)
+        for name, text in {**tokenizer_files(model.metadata), **modules}.items():
+            (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_text(text, encoding="utf-8")
     except BridgeError as problem:
         raise _refused(file, str(problem)) from problem

@@ -13,7 +13,7 @@ import numpy as np
 
 from bridge.errors import BridgeError
 from bridge.models.config.arguments import Arguments
-from bridge.models.config.gguf_keys import Computed, Constant, Key
+from bridge.models.config.gguf_keys import Computed, Constant, Key, StoredKeys
 from bridge.models.config.model_config import Config
 from bridge.models.family import Expected, Family, Row, required
 from bridge.models.outline import Part
@@ -43,6 +43,14 @@ def labels(config: Config, _args: Arguments | None = None) -> dict[str, list[str
         return {}
     names = config.get("id2label") or {str(n): f"LABEL_{n}" for n in range(config.integer("num_labels", 2))}
     return {"classifier.output_labels": [str(names[key]) for key in sorted(names, key=int)]}
+
+
+def _classes(stored: StoredKeys) -> dict[str, Any]:
+    """The class and the names of classes of texts in config.json; RoBERTa's head is BERT's by other names."""
+    names = stored.get("classifier.output_labels")
+    if not names:
+        return {}
+    return {"class": f"Bert{_CLASSIFIES}", "id2label": {str(number): name for number, name in enumerate(names)}}
 
 
 def has_head(args: Arguments) -> bool:
@@ -91,7 +99,7 @@ BERT = Family(
     expects=ENCODER,
     names={"rms_norm_eps": "layer_norm_eps"},
     sizes=encoder_sizes,
-    metadata=(NOT_CAUSAL, Computed(labels)),
+    metadata=(NOT_CAUSAL, Computed(labels, _classes)),
     layer_norm=True, rotary=False, lacks=("head_dim",), starts={"bert.": ""},
     unneeded=("pooler.", "cls.", "embeddings.position_ids"),
     table=(

@@ -297,6 +297,8 @@ def _operations(sizes: _Sizes) -> list[float]:
     A token sees half of its sequence on average, as if no layer had a window.
     """
     config = sizes.job.model.model.config.get_text_config()
+    if getattr(config, "is_heterogeneous", False):  # transformers' word for layers of several sizes
+        config = config.per_layer_config[0]
     heads = getattr(config, "num_attention_heads", None) or 0
     width = getattr(config, "head_dim", None) or sizes.hidden // max(heads, 1)
     attention = _ATTENTION * 2 * sizes.job.tokens[1] * heads * width

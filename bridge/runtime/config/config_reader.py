@@ -17,6 +17,7 @@ from bridge.runtime.config.recurrent_config import read_recurrent
 from bridge.runtime.cpu.ops.stream_ops import STREAMS
 
 _POOLINGS = {0: "", 1: "mean", 2: "cls", 3: "last", 4: "rank"}  # pooling_type
+_LEAST_LIMIT = 1e-6  # of swiglu_clamp_exp and _shexp; up to it there is none
 _GATINGS = {1: False, 2: True, 3: False}  # expert_gating_func -> whether it is a sigmoid
 
 
@@ -92,18 +93,20 @@ def _read(metadata: Mapping[str, Any], arch: str, path: Path, graph: Graph) -> D
     heads = kv_heads = local_kv = head_dim = rotated = 0
     query_heads: tuple[int, ...] = ()
     if recurrent is None or graph.side_by_side or not all(recurrent.layers):
-        heads, query_heads = _each_layers(metadata, arch, "attention.head_count", layers, get, path)
+        heads, query_heads = _each_layers(metadata, arch, "attention.head_count", blocks, get, path)
         kv_heads, local_kv = _kv_heads(metadata, arch, heads, windows, path)
         head_dim = get("attention.key_length", int, max(1, hidden // heads))
         rotated = get("rope.dimension_count", int, head_dim)
     if recurrent is not None and recurrent.kind == MAMBA and metadata.get(f"{arch}.rope.scaling.finetuned") is False:
         rotated = 0  # llama.cpp's sign for it
-    for layer, count in enumerate(query_heads or (heads,) * layers):
+    for layer, count in enumerate(query_heads[:layers] or (heads,) * layers):
         shared = local_kv if layer < len(windows) and windows[layer] else kv_heads
         if shared and (count < 1 or count % shared):
             raise BridgeError(f"{path}: {count} heads cannot share {shared} key-value heads; convert the model again")
     latent = _read_latent(metadata, arch, head_dim, rotated, get, path) if graph.latent else None
     local_heads = _read_local_heads(Heads(local_kv, head_dim, rotated), get, path) if windows else None
+    if graph.windows is not None and graph.windows.alone_whole:
+        rotated //= 2
     if local_heads == Heads(kv_heads, head_dim, rotated):
         local_heads = None
     usual = head_dim if latent is None else latent.rank
@@ -143,6 +146,7 @@ def _read(metadata: Mapping[str, Any], arch: str, path: Path, graph: Graph) -> D
         shared_inner = get("expert_shared_feed_forward_length", int)
     elif graph.shared_experts is not None:
         shared_inner = expert_inner * int(metadata.get(f"{arch}.expert_shared_count", graph.shared_experts))
+    plain = leading or inners or graph.beside or graph.expert_every != 1 or graph.by_router  # some layers have none
     temperature, length, offset = float(metadata.get(f"{arch}.attention.temperature_scale", 0.0)), 0, 0
     original = get("rope.scaling.original_context_length", int, context)
     if graph.temperature is not None and windows:
@@ -151,6 +155,8 @@ def _read(metadata: Mapping[str, Any], arch: str, path: Path, graph: Graph) -> D
         graph = replace(graph, unrotated_every=0)
     if graph.unit_norms and experts == graph.no_unit_norms:
         graph = replace(graph, unit_norms=False)
+    if graph.halves_of_images and all(metadata.get(f"{arch}.rope.dimension_sections", [0])[:2]):
+        graph = replace(graph, neighbours=False)
     if metadata.get(f"{arch}.hidden_activation") == "silu":
         graph = replace(graph, gelu=False)
     causal = bool(metadata.get(f"{arch}.attention.causal", graph.causal))
@@ -161,7 +167,7 @@ def _read(metadata: Mapping[str, Any], arch: str, path: Path, graph: Graph) -> D
         graph, rms = replace(graph, layer_norm=False), "rms_"
     return DecoderConfig(
         arch=arch, layers=layers, predicting=predicting, hidden=hidden,
-        inner=inner if leading or inners or graph.beside or graph.expert_every != 1 or not experts else expert_inner,
+        inner=expert_inner if experts and not plain else inner,
         heads=heads, kv_heads=kv_heads, head_dim=head_dim, rotated=rotated,
         context=min(context, chosen) if chosen else context, chosen=chosen,
         norm_eps=get(f"attention.layer_norm_{rms}epsilon", float), attention_scale=scale, graph=graph, rope_base=base,
@@ -192,6 +198,7 @@ def _read(metadata: Mapping[str, Any], arch: str, path: Path, graph: Graph) -> D
         head_pooling=_read_pooling(metadata, arch, "classifier.pooling_type", path)
         or ("mean" if graph.head_mean else "last" if causal else "cls"),
         relu2=graph.relu2 or metadata.get(f"{arch}.hidden_activation") == "relu2", inners=inners, recurrent=recurrent,
+        limits=_read_limits(metadata, arch, blocks, path),
     )  # fmt: skip
 
 
@@ -320,6 +327,21 @@ def _read_aside(metadata: Mapping[str, Any], arch: str, path: Path) -> int:
             "again"
         )
     return count
+
+
+def _read_limits(metadata: Mapping[str, Any], arch: str, blocks: int, path: Path) -> tuple[tuple[float, float], ...]:
+    """What bounds each layer's activations, see `DecoderConfig.limits`; () where nothing does."""
+    limits = []
+    for key in (f"{arch}.swiglu_clamp_exp", f"{arch}.swiglu_clamp_shexp"):
+        value = metadata.get(key, 0.0)
+        each = value if isinstance(value, list) else blocks * [value]
+        if len(each) < blocks or not all(isinstance(one, float) and one >= 0 for one in each):
+            raise BridgeError(
+                f"{path}: {key} is {value!r:.80}; must be a number for each of {blocks} layers, 0 or more; convert the "
+                "model again"
+            )
+        limits.append([one if one > _LEAST_LIMIT else 0.0 for one in each[:blocks]])
+    return tuple(zip(*limits, strict=True)) if any(map(any, limits)) else ()
 
 
 def _kv_heads(

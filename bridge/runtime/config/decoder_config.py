@@ -87,7 +87,7 @@ class DecoderConfig:
     window: int = 0  # tokens that the layers with a window attend to
     local_base: float = 10000.0  # of their rotary embedding
     windows: tuple[bool, ...] = ()  # whether a layer has a window; none has one: ()
-    query_heads: tuple[int, ...] = ()  # of each layer, if not all are alike
+    query_heads: tuple[int, ...] = ()  # of each layer, and those that predict, if not all are alike
     local_heads: Heads | None = None  # of the layers with a window, if they differ
     shared_kv: int = 0  # the last layers, which use the keys and values of earlier ones
     temperature: float = 0.0  # scores are multiplied by 1 + this ln(1 + (position + offset) // length)
@@ -99,6 +99,7 @@ class DecoderConfig:
     value_dim: int = 0  # elements of a head's values, if they are fewer than those of its keys
     value_scale: float = 1.0  # that the heads' results are multiplied by
     relu2: bool = False  # relu squared in place of silu
+    limits: tuple[tuple[float, float], ...] = ()  # of each layer's experts, and of its other networks: see experts.py
     rotated_layers: tuple[bool, ...] = ()  # whether a layer's q and k are rotated; (): the graph says it
     xielu: tuple[tuple[float, ...], ...] = ()  # of each layer, see decoder_ops.py
     situ: tuple[float, ...] = ()  # what tanh keeps gates, and what they multiply, within; see decoder_ops.py
@@ -192,6 +193,14 @@ class DecoderConfig:
             return "situ"
         return "clamped" if self.graph.clamped else "relu2" if self.relu2 else "silu"
 
+    def limits_of(self, layer: int) -> tuple[float, float]:
+        """What bounds a layer's activations: those of its experts, and of its other networks; 0: nothing does."""
+        return self.limits[layer] if self.limits else (0.0, 0.0)
+
+    def activation_within(self, limit: float) -> tuple[str, tuple[float, ...]]:
+        """`activation`, or limited where there is a limit; and its numbers, see decoder_ops.py."""
+        return ("limited", (limit,)) if limit else (self.activation, self.situ)
+
     def windowed(self, layer: int) -> bool:
         """Whether a layer attends to a window alone."""
         return layer < len(self.windows) and self.windows[layer]
@@ -237,7 +246,7 @@ class DecoderConfig:
         if self.graph.still:
             frequencies = np.zeros(half)
         if factors is not None:
-            frequencies = frequencies / factors.astype(np.float64)
+            frequencies = frequencies / factors[:half].astype(np.float64)
         size = self.rope_attention_factor
         if self.rope_scaling == "linear":
             frequencies = frequencies / self.rope_factor

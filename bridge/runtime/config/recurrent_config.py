@@ -2,8 +2,8 @@
 
     CONVOLUTION   LFM2: a short convolution between two gates; the state is what it still looks back at
     DELTA         Qwen3-Next, Qwen3.5: a gated delta net: a convolution, and for each head a matrix that it edits
-    KDA           Kimi Linear and K3: the same, with a convolution for each of q, k and v, and a state that decays by
-                  channel
+    KDA           Kimi Linear and K3, Ling 3: the same, with a convolution for each of q, k and v, and a state that
+                  decays by channel
     MAMBA         Mamba-2, Granite 4, Nemotron-H, Falcon-H1: the same, but the matrix is only added to
     MAMBA1        Jamba: each value has a state of its own, a vector, and its own steps
 
@@ -41,7 +41,8 @@ class RecurrentConfig:
     tiled: bool = False  # state h has the keys of head h modulo `groups`, rather than of head h * groups / heads
     rank: int = 0  # of the vector that Mamba's steps are made of
     joined: bool = False  # a delta net's beta and alpha come of one matrix, group by group
-    full_gate: bool = False  # KDA's gate of the output is made by one matrix, not by two of low rank
+    full_decay: str = ""  # the matrix that makes KDA's decays; "": two of low rank do
+    full_gate: str = ""  # that which makes the gates of its output; "": two of low rank do
     least: float = 0.0  # KDA's: the least logarithm of what stays of a state in a step; 0: there is none
     may_lack_norm: bool = False
 
@@ -57,14 +58,21 @@ class RecurrentConfig:
             return {"shortconv.in_proj": 3 * self.channels}
         if self.kind == KDA:
             parts = dict.fromkeys(("attn_q", "attn_k", "attn_v"), self.values)
-            gate = {"ssm_g": self.values} if self.full_gate else {"ssm_g_a": self.key_dim}
-            return {**parts, "ssm_f_a": self.key_dim, "ssm_beta": self.heads, **gate}
+            decay = {self.full_decay: self.values} if self.full_decay else {"ssm_f_a": self.key_dim}
+            gate = {self.full_gate: self.values} if self.full_gate else {"ssm_g_a": self.key_dim}
+            return {**parts, **decay, "ssm_beta": self.heads, **gate}
         if self.kind == MAMBA1:
             return {"ssm_in": 2 * self.values}
         if self.kind == MAMBA:
             return {"ssm_in": self.values + self.channels + self.heads}
         gates = {"ssm_ba": 2 * self.heads} if self.joined else {"ssm_beta": self.heads, "ssm_alpha": self.heads}
         return {"attn_qkv": self.channels, "attn_gate": self.values, **gates}
+
+    @property
+    def second(self) -> tuple[str, ...]:
+        """KDA's matrices that read the shorter vectors."""
+        matrices = {"ssm_f_b": self.full_decay, "ssm_g_b": self.full_gate}
+        return tuple(matrix for matrix, full in matrices.items() if not full)
 
     def index_of(self, layer: int) -> int:
         """The number of a layer with a state among these."""
@@ -89,15 +97,10 @@ def read_recurrent(
         return RecurrentConfig(kind, recurrent, get("shortconv.l_cache", int), get("embedding_length", int))
     if kind == KDA:
         heads, size = get("attention.head_count", int), get("kda.head_dim", int)
-        kernel, channels = get("ssm.conv_kernel", int), 3 * heads * size
-        least = metadata.get(f"{arch}.kda.gate_lower_bound")
-        if least is not None and not -math.inf < least < 0:
-            raise BridgeError(
-                f"{path}: {arch}.kda.gate_lower_bound is {least}; must be below 0, or missing; convert the model again"
-            )
         return RecurrentConfig(
-            kind, recurrent, kernel, channels, heads, heads, size, size, full_gate=state.full_gate, least=least or 0.0
-        )
+            kind, recurrent, get("ssm.conv_kernel", int), 3 * heads * size, heads, heads, size, size,
+            full_decay=state.full_decay, full_gate=state.full_gate, least=_least(metadata, arch, state, path),
+        )  # fmt: skip
     inner, key_dim, kernel = (get(f"ssm.{key}", int) for key in ("inner_size", "state_size", "conv_kernel"))
     if kind == MAMBA1:
         rank = get("ssm.time_step_rank", int)
@@ -112,6 +115,18 @@ def read_recurrent(
         kind, recurrent, kernel, inner + 2 * groups * key_dim, heads, groups, key_dim,
         inner // heads, tiled=state.tiled, joined=state.joined, may_lack_norm=state.may_lack_norm,
     )  # fmt: skip
+
+
+def _least(metadata: Mapping[str, Any], arch: str, state: State, path: Path) -> float:
+    """The least logarithm of KDA's decays; 0: there is none."""
+    key = f"{arch}.kda.gate_lower_bound"
+    least = metadata.get(key)
+    if least is None and not state.bounded:
+        return 0.0
+    if not isinstance(least, float) or not -math.inf < least < 0:
+        must = "must be below 0" if state.bounded else "must be below 0, or missing"
+        raise BridgeError(f"{path}: {key} is {least!r:.80}; {must}; convert the model again")
+    return least
 
 
 def _layers_with_state(

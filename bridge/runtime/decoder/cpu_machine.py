@@ -182,12 +182,12 @@ class CpuMachine:
         if c.sparsity and math.isfinite(c.sparsity[index]):
             self._for_each(ops.function("sparsify"), address(gates), gates.shape[1], bits(c.sparsity[index]))
         if c.xielu:
-            numbers = map(bits, c.xielu[index])
-            self._for_each(ops.function("xielu"), address(gates), gates.shape[1], *numbers)
+            self._for_each(ops.function("xielu"), address(gates), gates.shape[1], *map(bits, c.xielu[index]))
         else:
             pieces, width, shared = in_pieces(gates)
-            function = ops.activation(c.activation, ups is not None)
-            arguments = function, address(gates), address(ups), width, 0, *map(bits, c.situ)
+            name, numbers = c.activation_within(c.limits_of(index)[1])
+            function = ops.activation(name, ups is not None)
+            arguments = function, address(gates), address(ups), width, 0, *map(bits, numbers)
             if pieces > self.n:
                 self._add(*arguments, items=pieces, shared=shared)
             else:

@@ -8,9 +8,10 @@
 `Routing` says which. Llama 4 multiplies what an expert reads by w_e, not what it makes; Nemotron-H's have no gate, but
 relu(W_up,e x)^2, and in Nemotron 3 Super they read W_shorten x, and y is W_lengthen times their sum, which Kimi K3
 normalizes before. Where experts are in groups, the k largest are those of the best groups: by their largest expert, or
-of sigmoids by the sum of their two largest. gpt-oss has biases everywhere, and clamps what it multiplies. Phi-MoE
-(SparseMixer, Liu et al. 2023, arXiv:2310.00811) chooses one after another: w is softmax over those logits l of the
-experts left for which l_max - l <= m max(|l|, l_max).
+of sigmoids by the sum of their two largest. gpt-oss has biases everywhere, and clamps what it multiplies. Ling 3 and
+Step 3.5 bound silu(gate) from above by a limit of the layer's experts, and up by it and its negative; the shared expert
+has another limit. Phi-MoE (SparseMixer, Liu et al. 2023, arXiv:2310.00811) chooses one after another: w is softmax over
+those logits l of the experts left for which l_max - l <= m max(|l|, l_max).
 
 `mix` says so in NumPy. `ExpertTables` writes it as rows of a table of calls, for a token or a prompt:
 
@@ -78,7 +79,7 @@ def mix(
     if experts.router_bias is not None:
         logits += experts.router_bias
     chosen, weights = route(logits, config.routing, experts.choice_bias)
-    act = activation(config)
+    act, of_shared = (activation(config, limit) for limit in experts.limits)
     hidden, x = x, x if experts.shorten is None else product(experts.shorten, x)
     y = np.zeros_like(x)
     for expert in np.unique(chosen):
@@ -94,7 +95,7 @@ def mix(
             y *= experts.summed_norm / np.sqrt(np.square(y).mean(1, keepdims=True) + np.float32(config.norm_eps))
         y = product(experts.lengthen, y)
     if experts.shared is not None:
-        added = _network(experts.shared, hidden, product, act)
+        added = _network(experts.shared, hidden, product, of_shared)
         y += added if experts.shared_gate is None else _sigmoid(hidden @ experts.shared_gate)[:, None] * added
     return y
 
@@ -168,6 +169,12 @@ def _situ(numbers: Sequence[float], gate: np.ndarray, up: np.ndarray) -> np.ndar
     return b * np.tanh(gate / b) * _sigmoid(gate) * (c * np.tanh(up / c) if c else up)
 
 
+def _limited(numbers: Sequence[float], gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+    """The twin of decoder_ops.py's `limited_times`."""
+    (limit,) = map(np.float32, numbers)
+    return np.minimum(gate * _sigmoid(gate), limit) * np.clip(up, -limit, limit)
+
+
 def _sigmoid(x: np.ndarray) -> np.ndarray:
     with np.errstate(over="ignore"):
         return np.float32(1) / (np.float32(1) + np.exp(-x))
@@ -183,9 +190,13 @@ ACTIVATIONS: dict[str, Callable[[np.ndarray, Any], np.ndarray]] = {
 }
 
 
-def activation(config: DecoderConfig) -> Callable[[np.ndarray, Any], np.ndarray]:
-    """(gate, up) -> what a decoder's networks make of them."""
-    return partial(_situ, config.situ) if config.activation == "situ" else ACTIVATIONS[config.activation]
+_NUMBERED = {"situ": _situ, "limited": _limited}
+
+
+def activation(config: DecoderConfig, limit: float) -> Callable[[np.ndarray, Any], np.ndarray]:
+    """(gate, up) -> what a decoder's networks with that limit make of them; 0: there is none."""
+    name, numbers = config.activation_within(limit)
+    return partial(_NUMBERED[name], numbers) if numbers else ACTIVATIONS[name]
 
 
 class ExpertTables:
@@ -242,9 +253,10 @@ class ExpertTables:
         program.add(expert_ops.function("gather"), address(block), items=1)
         self._multiply(firsts, x, gates, block, places, True)
         gate, up = gates[0], gates[1] if len(gates) > 1 else None
-        gated = address(block), address(gate), address(up), c.expert_inner, gate.strides[0], *map(bits, c.situ)
+        name, numbers = c.activation_within(experts.limits[0])
+        gated = address(block), address(gate), address(up), c.expert_inner, gate.strides[0], *map(bits, numbers)
         shared = gate.size > _MIN_GATED_TO_SHARE
-        program.add(expert_ops.function(c.activation), *gated, items=rows, shared=shared)
+        program.add(expert_ops.function(name), *gated, items=rows, shared=shared)
         self._multiply(lasts, gate[:, : c.expert_inner], [outs], block, places, False)
         mixed = address(block), address(outs), c.routing.used, c.expert_outer, outs.strides[0], address(y)
         program.add(expert_ops.function("mixed"), *mixed, items=every_token, shared=self.n > 1)
@@ -312,10 +324,10 @@ class ExpertTables:
         gate, up, down = experts.shared
         hidden, between, result = self.shared
         steps.products(x, [(gate, hidden), (up, between)])
-        arguments = address(hidden), address(between if up else None), self.config.shared_inner, 0
-        function = decoder_ops.activation(self.config.activation, up is not None)
-        bends = map(bits, self.config.situ)
-        steps.program.add(function, *arguments, *bends, items=every_token, shared=self.n > 1)
+        name, numbers = self.config.activation_within(experts.limits[1])
+        arguments = address(hidden), address(between if up else None), self.config.shared_inner, 0, *map(bits, numbers)
+        function = decoder_ops.activation(name, up is not None)
+        steps.program.add(function, *arguments, items=every_token, shared=self.n > 1)
         steps.products(hidden, [(down, result)])
         weighed = address(x), address(experts.shared_gate), address(result), address(y), self.config.hidden
         steps.program.add(expert_ops.function("add_weighed"), *weighed, items=every_token, shared=self.n > 1)

@@ -31,7 +31,7 @@ class Machine(Protocol):
     def gated(self, x: Value, gate: Linear, up: Linear, index: int) -> Value:
         """What a network's first matrices make of x: activation(gate), times up where there is one, of layer `index`.
 
-        The gate's values are cut off first where `DecoderConfig.sparsity` says so.
+        The gate's values are cut off first where `DecoderConfig.sparsity` says so, and both factors where `limits` do.
         """
 
     def gelu_times(self, gate: Value, up: Value) -> Value:

@@ -88,7 +88,7 @@ class NumpyMachine:
             below, above, share, most = c.xielu[index]
             bent = below * (np.expm1(np.minimum(gates, most)) - gates)
             return np.where(gates > 0, above * gates * gates, bent) + share * gates
-        return activation(c)(gates, np.float32(1) if ups is None else ups)
+        return activation(c, c.limits_of(index)[1])(gates, np.float32(1) if ups is None else ups)
 
     def gelu_times(self, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
         return ACTIVATIONS["gelu"](gate, up)
@@ -224,7 +224,7 @@ class NumpyMachine:
         if c.kind in (DELTA, KDA):
             z = inputs[1] if c.kind == DELTA else inputs[5]
             if c.kind == KDA and not c.full_gate:
-                z = self._product(layer.second[1], z)
+                z = self._product(layer.second[-1], z)
             gate = z * _sigmoid(z) if c.kind == DELTA else _sigmoid(z)
             out = rms(self._delta(layer, index, inputs, c), layer.norm, self.config.norm_eps)
             return out.reshape(len(x), -1) * gate
@@ -250,18 +250,18 @@ class NumpyMachine:
         mixed = self._convolved(layer, index, inputs[0] if c.kind == DELTA else np.concatenate(inputs[:3], axis=1), c)
         q, k = (_unit(mixed[:, first : first + keys].reshape(n, c.groups, -1)) for first in (0, keys))
         if c.kind == KDA:
-            beta, alpha = inputs[4], self._product(layer.second[0], inputs[3])
+            beta, alpha = inputs[4], inputs[3] if c.full_decay else self._product(layer.second[0], inputs[3])
         elif c.joined:  # group by group
             beta, alpha = (part.reshape(n, -1) for part in np.split(inputs[2].reshape(n, c.groups, -1), 2, axis=2))
         else:
             beta, alpha = inputs[2], inputs[3]
         assert layer.decay is not None
         steps = (alpha + layer.dt_bias).reshape(n, c.heads, -1)  # one for each head, or channel
+        rates, beta = layer.decay[:, None], _sigmoid(beta)
         if c.least:
-            decays = np.exp(np.float32(c.least) * _sigmoid(-layer.decay[:, None] * steps))
+            decays = np.exp(np.float32(c.least) * _sigmoid(-rates * steps))
         else:
-            decays = np.exp(layer.decay[:, None] * np.logaddexp(0, steps))
-        beta = _sigmoid(beta)
+            decays = np.exp(rates * np.logaddexp(0, steps))
 
         def change(state: np.ndarray, t: int, key: np.ndarray, v: np.ndarray) -> np.ndarray:
             known = np.einsum("hkv,hk->hv", decays[t][:, :, None] * state, key)

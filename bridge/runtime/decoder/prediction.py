@@ -39,16 +39,19 @@ def read_prediction(file: GGUFFile, config: DecoderConfig) -> tuple[DecoderConfi
         problem = f"the layer of {config.arch} that predicts a further token (MTP) cannot run here"
         raise BridgeError(f"{file.path}: {problem}" + ("" if unlike else "; llama.cpp can run it"))
     shared = read_shared(file, config)
-    attending = replace(config, layers=config.layers + 1, recurrent=None, inners=(), windows=())
+    attending = replace(
+        config, layers=config.layers + 1, recurrent=None, inners=(), windows=(), query_heads=(),
+        heads=config.query_heads_of(config.layers),
+    )  # fmt: skip
     hidden, vocab = config.hidden, shared.embedding.shape[0]
     embedding = file.tensors.get(f"{name}.embed_tokens.weight", shared.embedding)
     output = file.tensors.get(f"{name}.shared_head_head.weight", shared.output)
-    norm = vector(file, f"{name}.shared_head_norm.weight", hidden)
+    norms = f"{name}.shared_head_norm.weight", f"blk.{config.layers}.layer_output_norm.weight"
     weights = replace(
         shared,
         embedding=expect(embedding, vocab, hidden),
         layers=[LayerReader(file, attending, config.layers).layer()],
-        output_norm=shared.output_norm if norm is None else norm,
+        output_norm=next((vector(file, norm, hidden) for norm in norms if norm in file), shared.output_norm),
         output=expect(output, vocab, hidden),
         pairs=Pairs(
             vector(file, f"{name}.enorm.weight", hidden, True),

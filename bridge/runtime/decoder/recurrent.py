@@ -5,7 +5,7 @@
                           y = norm(recur(q, k, v)) * silu(z)
     KDA                   q, k, v = convolve(W_q x^), convolve(W_k x^), convolve(W_v x^)
                           alpha, z = W_fb W_fa x^, W_gb W_ga x^      beta = W_b x^
-                          y = norm(recur(q, k, v)) * sigmoid(z)      z = W_g x^ in Kimi K3
+                          y = norm(recur(q, k, v)) * sigmoid(z)      in Kimi K3 z = W_g x^, in Ling 3 alpha = W_f x^ too
     Mamba-2               z, (v, k, q), dt = W_in x^, the middle convolved
                           y = norm((recur(q, k, v) + D v) * silu(z))
     Mamba                 x, z = W_in x^, x convolved      dt, k, q = norms of W_x x
@@ -42,7 +42,7 @@ class _Rows:
         by_channel = c.kind == KDA
         self.keys = np.zeros((c.groups, n, 4 if by_channel else 2, c.key_dim), np.float32)  # after the queries
         self.low = buffer(n, c.rank and c.rank + 2 * c.key_dim)  # Mamba's
-        self.rates = buffer(n, c.values if c.rank or by_channel else 0)
+        self.rates = self.inputs[3] if c.full_decay else buffer(n, c.values if c.rank or by_channel else 0)
         self.joined = buffer(n, c.channels if by_channel else 0)
         self.z = self.inputs[-1] if c.full_gate else buffer(n, c.values if by_channel else 0)
 
@@ -187,9 +187,10 @@ class RecurrentBuffers:
             self._multiply(program, rows.inputs[0][:, 2 * c.channels :], rows.inputs[0])
         if c.kind == KDA:
             f_a, _, g_a = rows.inputs[3:]
-            steps.products(f_a, [(layer.second[0], rows.rates)])
+            if not c.full_decay:
+                steps.products(f_a, [(layer.second[0], rows.rates)])
             if not c.full_gate:
-                steps.products(g_a, [(layer.second[1], rows.z)])
+                steps.products(g_a, [(layer.second[-1], rows.z)])
             for start, x in zip(range(0, c.channels, c.values), rows.inputs, strict=False):
                 channels = address(rows.joined) + _FLOAT * start, rows.joined.strides[0], c.values
                 steps.program.add(

@@ -26,8 +26,9 @@ class LayerReader:
         c, graph = self.config, self.config.graph
         network: dict[str, Any] = {}
         if c.feeds(self.index):
-            network = self._sparse() if c.has_experts(self.index) else self._network()
-            if graph.beside and c.has_experts(self.index):
+            sparse = c.has_experts(self.index) and (not graph.by_router or self._has("ffn_gate_inp.weight"))
+            network = self._sparse() if sparse else self._network()
+            if graph.beside and sparse:
                 network |= self._network() | self._beside(network["experts"])
         if c.each_input:
             network["input"] = LayerInput(
@@ -122,10 +123,10 @@ class LayerReader:
             inputs, self._matrix("attn_output", self.config.hidden, c.values),
             np.ascontiguousarray(np.concatenate(kernels).reshape(c.channels, c.kernel).T),
         )  # fmt: skip
-        layer.decay, layer.dt_bias = self._folded("ssm_a", c.heads), self._folded("ssm_dt.bias", c.values)
+        layer.decay = -np.abs(self._folded("ssm_a", c.heads))  # Ling 3's files have exp(A_log), others -exp(A_log)
+        layer.dt_bias = self._folded("ssm_dt.bias", c.values)
         layer.norm = self._vector("ssm_norm.weight", c.value_dim, True)
-        second = ("ssm_f_b",) if c.full_gate else ("ssm_f_b", "ssm_g_b")
-        layer.second = tuple(self._matrix(part, c.values, c.key_dim) for part in second)
+        layer.second = tuple(self._matrix(part, c.values, c.key_dim) for part in c.second)
         return layer
 
     def _read_mamba1(self, layer: Recurrent, c: RecurrentConfig) -> None:
@@ -182,16 +183,13 @@ class LayerReader:
                 f"{self._name('attn_q_norm.weight')}: heads normalized by a norm of their own (Command-R+) cannot run "
                 "here; llama.cpp can run it"
             )
-        if c.graph.gate_matrix:
-            by_head = self.file[self._name("attn_gate.weight")].shape[0] == count
-            parts["head_gate"] = self._matrix("attn_gate", count if by_head else q, c.hidden)
         for name in {*ends} - {"v"}:
             first, stop = ends[name]
             size = stop - first if c.graph.normed_together else heads.dim
             parts[f"{name}_norm"] = self._vector(f"attn_{name}_norm.weight", size, c.graph.normed)
             if c.graph.unit_norms and c.rotates(self.index):
                 parts[f"{name}_norm"] = np.ones(heads.dim, np.float32)
-        return parts
+        return parts | self._head_gate(count, heads.dim)
 
     def _latent(self, latent: Latent) -> dict[str, Any]:
         c, rank = self.config, latent.query_rank
@@ -205,9 +203,15 @@ class LayerReader:
         if rank:
             parts["q_a"] = self._matrix("attn_q_a", rank, c.hidden)
             parts["q_a_norm"] = self._vector("attn_q_a_norm.weight", rank, True)
-        if c.graph.gate_matrix and self._has("attn_gate.weight"):
-            parts["head_gate"] = self._matrix("attn_gate", c.heads * latent.value, c.hidden)
-        return parts
+        return parts | self._head_gate(c.heads, latent.value)
+
+    def _head_gate(self, heads: int, elements: int) -> dict[str, Any]:
+        """What gates the heads' results: each, or each of its elements."""
+        graph = self.config.graph
+        if not graph.gate_matrix or (graph.some_gates and not self._has("attn_gate.weight")):
+            return {}
+        by_head = self.file[self._name("attn_gate.weight")].shape[0] == heads
+        return {"head_gate": self._matrix("attn_gate", heads if by_head else heads * elements, self.config.hidden)}
 
     def _network(self) -> dict[str, Any]:
         c, inner = self.config, self.config.inner_of(self.index)
@@ -238,6 +242,7 @@ class LayerReader:
             networks=[(*first, down[e]) for e, first in enumerate(self._first_of_experts())],
             router_bias=self._vector("ffn_gate_inp.bias", c.experts),
             choice_bias=self._vector(f"exp_probs_b{'' if self._has('exp_probs_b') else '.bias'}", c.experts),
+            limits=c.limits_of(self.index),
         )
         if self._has("ffn_gate_exps.bias"):
             sizes = {"gate": c.expert_inner, "up": c.expert_inner, "down": c.hidden}

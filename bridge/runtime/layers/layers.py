@@ -21,6 +21,7 @@ class Experts:
     shorten      [latent, hidden], which makes the shorter vector that experts other than the shared one read, and
     lengthen     [hidden, latent], which reads the sum of what they make of it, normalized by
     summed_norm  float32 [latent], if there is one
+    limits       as `DecoderConfig.limits_of` has them; the shared expert is one of the other networks
     """
 
     router: np.ndarray
@@ -33,6 +34,7 @@ class Experts:
     shorten: QuantTensor | None = None
     lengthen: QuantTensor | None = None
     summed_norm: np.ndarray | None = None
+    limits: tuple[float, float] = (0.0, 0.0)
 
 
 @record(frozen=False)
@@ -102,7 +104,7 @@ class Recurrent:
     decay        negative: -exp(A_log); Mamba's as its states are, [values / 16, key_dim, 16]
     skip         D of Mamba and Mamba-2
     second       Mamba's matrices that make steps, keys and queries of what is convolved, and steps of a shorter vector;
-                 KDA's that make steps, and the output's gate unless one matrix does, of a shorter vector each
+                 KDA's that make steps, and the output's gate, of a shorter vector each, unless one matrix does
     norms        of that vector, and of keys and queries
     """
 

@@ -37,10 +37,10 @@ def read_shared(file: GGUFFile, config: DecoderConfig) -> Weights:
     expect(embedding, vocab, config.hidden)
     output = file.tensors.get("output.weight", embedding)
     expect(output, vocab, config.hidden)
-    factors = {
-        name: vector(file, f"rope_{name}.weight", config.rotated // 2)
-        for name in ("freqs", "factors_short", "factors_long")
-    }
+    pairs = config.rotated // 2
+    if config.graph.windows is not None and config.graph.windows.alone_whole:  # twice as many there, which are ones
+        pairs *= 2
+    factors = {name: vector(file, f"rope_{name}.weight", pairs) for name in ("freqs", "factors_short", "factors_long")}
     last = f"blk.{config.layers - 1}.layer_output_norm" if config.graph.renormed else config.graph.output_norm
     output_norm = vector(file, f"{last}.weight", config.hidden, True)
     embedding_norm = embedding_norm_bias = positions = None

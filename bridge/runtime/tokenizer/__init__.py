@@ -60,7 +60,8 @@ class Tokenizer:
     """
     tokens, types   by id; the types are those that llama.cpp takes them for, see `special_tokens`
     bos, eos, sep   ids, None where there is none
-    add_sep         whether SEP is between two texts, see `encode_pair`
+    last            the id that is put after a text, None where there is none
+    add_sep         whether SEP is between two texts, see `around_pair`
     stops           the ids that end a reply
     lstrip, rstrip  the ids that take the white space before or after them in a text
     cutter          what cuts ordinary text
@@ -81,7 +82,7 @@ class Tokenizer:
         self.sep = role_token(metadata, "sep", count)
         add_sep = metadata.get("tokenizer.ggml.add_sep_token", self.cutter.force_sep)
         self.add_sep = bool(add_sep) and self.sep is not None
-        self._last = self.sep if self.cutter.force_sep else self.eos if self.add_eos else None
+        self.last = self.sep if self.cutter.force_sep else self.eos if self.add_eos else None
         special = [
             token for token in compress(range(count), map(SPECIAL.__contains__, self.types)) if self.tokens[token]
         ]
@@ -121,18 +122,24 @@ class Tokenizer:
             else:
                 ids += self.cutter.encode(part, after_special)
             after_special = isinstance(part, int)
-        if add_special and self._last is not None:
-            ids.append(self._last)
+        if add_special and self.last is not None:
+            ids.append(self.last)
         return ids
 
     def encode_pair(self, first: str, second: str) -> list[int]:
-        """Token ids of two texts for a model that compares them, as llama-server makes them: BOS first EOS SEP second
-        EOS, as far as the file asks for them, with SEP where there is no EOS."""
+        """Token ids of two texts for a model that compares them, see `around_pair`."""
+        before, between, after = self.around_pair()
+        texts = [self.encode(text, add_special=False, parse_special=False) for text in (first, second)]
+        return [*before, *texts[0], *between, *texts[1], *after]
+
+    def around_pair(self) -> tuple[list[int], list[int], list[int]]:
+        """The ids before, between and after two texts, as llama-server has them: BOS first EOS SEP second EOS, as far
+        as the file asks for them, with SEP where there is no EOS."""
         end = [self.sep if self.eos is None else self.eos] if self.add_eos else []
         between = [*end, self.sep] if self.add_sep else end
-        begin = [self.bos] if self.add_bos else []
-        texts = [self.encode(text, add_special=False, parse_special=False) for text in (first, second)]
-        return [token for part in (begin, texts[0], between, texts[1], end) for token in part if token is not None]
+        before = [self.bos] if self.add_bos else []
+        parts = ([token for token in part if token is not None] for part in (before, between, end))
+        return next(parts), next(parts), next(parts)
 
     def piece(self, token: int, special: bool = False) -> bytes:
         """The bytes that a token adds to a text; those of control tokens only with `special`."""

@@ -1,6 +1,6 @@
 """Small models of every architecture that runs on CUDA, of random weights, as GGUFs.
 
-python -m tests.support.gpu.small_models build/models       80 of them, in Q8_0 where rows are whole blocks
+python -m tests.support.gpu.small_models build/models       84 of them, in Q8_0 where rows are whole blocks
 python scripts/gpu_check.py --models build/models           on a machine with a GPU
 """
 
@@ -16,21 +16,24 @@ import bridge
 from tests.support.family_models import ALL_BLOCKS, MODELS, copy_tokenizer, new_model, randomized
 
 LEFT_TO_LLAMA_CPP = {
-    "deepseek4", "dots3-note", "glm5-next", "hy-v4", "ling3",
-    "qwen4exp", "step35",
+    "deepseek4", "dots3-note", "glm5-next", "hy-v4", "qwen4exp",
 }  # fmt: skip
-ON_THE_CPU = {"kimi-linear"}  # alone
-# torch's GELU and softplus for AVX2 round what is behind whole vectors otherwise, as rows of 8 of one token are, not
-# those of three
+ON_THE_CPU = {"kimi-linear", "ling3"}  # alone
+# torch's activations and softplus for AVX2 round what is behind whole vectors otherwise, as rows of 8 of one token are,
+# not those of three
+STEP = MODELS["step35"][1]["text_config"] | {
+    "num_attention_heads": 16, "num_sliding_attention_heads": 32, "share_expert_dim": 32,
+}  # fmt: skip
 FIELDS: dict[str, dict[str, Any]] = {
     "deepseek2-lite": {"num_hidden_layers": 27}, "gemma4": {"hidden_size_per_layer_input": 16},
     "laguna": {"num_attention_heads_per_layer": [16, 32, 32, 32, 16]},
-    "minimax-m3": ALL_BLOCKS,
+    "minimax-m3": ALL_BLOCKS, "step35": {"text_config": STEP},
 }  # fmt: skip
 # rows of whole blocks
 BLOCK_FIELDS: dict[str, dict[str, Any]] = {
     "deepseek3": {"q_lora_rank": 32, "kv_lora_rank": 32, "v_head_dim": 16, "moe_intermediate_size": 32},
     "gemma4-moe": {"moe_intermediate_size": 32}, "llama4": {"intermediate_size": 64},
+    "step35": {"text_config": STEP | {"moe_intermediate_size": 32}},
 }  # fmt: skip
 
 

@@ -163,15 +163,21 @@ def situ_times(gate, up, b, c):
     return bent * (c * tanh(up / c) if c > np.float32(0.0) else up)
 
 
-def _situ(gate, up, inner, stride, beta, up_beta, _0, first, last):
-    """gate = situ_times(gate, up), as `_gated` does. beta, up_beta: the bits of float64."""
-    b = np.float32(np.int64(beta).view(np.float64))
-    c = np.float32(np.int64(up_beta).view(np.float64))
+@inner
+def limited_times(gate, up, limit, _):
+    """min(silu(gate), limit) clip(up, -limit, limit)."""
+    return min(silu_times(gate, np.float32(1.0)), limit) * min(max(up, -limit), limit)
+
+
+def _numbered(gate, up, inner, stride, first_number, second_number, _0, first, last):
+    """gate = activate(gate, up, two numbers), otherwise as `_gated`. The numbers: the bits of float64."""
+    b = np.float32(np.int64(first_number).view(np.float64))
+    c = np.float32(np.int64(second_number).view(np.float64))
     for t in range(first, last):
         g = floats(gate + 4 * inner * t, inner)
         u = floats(up + (stride if stride else 4 * inner) * t, inner)
         for i in range(inner):
-            g[i] = situ_times(g[i], u[i], b, c)
+            g[i] = activate(g[i], u[i], b, c)
 
 
 def _gated(gate, up, inner, stride, _0, _1, _2, first, last):
@@ -306,12 +312,12 @@ FUNCTIONS: dict[str, Any] = {
     "norm": _norm, "layer_norm": _layer_norm, "swiglu": _gated, "geglu": _gated, "gelu": _ungated, "reglu2": _gated,
     "relu2": _ungated, "clamped": _gated, "xielu": _xielu, "sparsify": _sparsify, "scale": _scale, "add": _add,
     "add_rows": _add_rows, "split_gate": _split_gate, "gate_heads": _gate_heads, "softplus_heads": _gate_heads,
-    "fit_heads": _fit_heads, "erf_gated": _gated, "erf": _ungated, "situ": _situ,
+    "fit_heads": _fit_heads, "erf_gated": _gated, "erf": _ungated, "situ": _numbered, "limited": _numbered,
 }  # fmt: skip
 _ACTIVATIONS = {
     "swiglu": silu_times, "geglu": gelu_times, "gelu": gelu_times, "reglu2": relu2_times, "relu2": relu2_times,
     "clamped": clamp, "erf_gated": erf_times, "erf": erf_times, "gate_heads": sigmoid_times,
-    "softplus_heads": softplus_times,
+    "softplus_heads": softplus_times, "situ": situ_times, "limited": limited_times,
 }  # fmt: skip
 _OF_GATES = {"silu": "swiglu", "gelu": "geglu", "erf": "erf_gated", "relu2": "reglu2"}
 
@@ -325,7 +331,7 @@ def function(name: str) -> CFunction:
 def activation(name: str, gated: bool) -> Any:
     """(x, factors, width) of silu, gelu, erf, relu2 or clamped as a C function; without factors if it is not gated.
 
-    After (x, factors, width, stride) situ takes the bits of two numbers.
+    After (x, factors, width, stride) situ takes the bits of two numbers, and limited those of one.
     """
     return function(_OF_GATES.get(name, name) if gated else name)
 

@@ -5,7 +5,16 @@ from typing import Any
 import numpy as np
 
 from bridge.runtime.cpu.ops import passes
-from bridge.runtime.cpu.ops.decoder_ops import clamp, erf_times, exp, gelu_times, relu2_times, silu_times, situ_times
+from bridge.runtime.cpu.ops.decoder_ops import (
+    clamp,
+    erf_times,
+    exp,
+    gelu_times,
+    limited_times,
+    relu2_times,
+    silu_times,
+    situ_times,
+)
 from bridge.runtime.cpu.ops.passes import FIRST, ONE_PASS, PLACE, TOKENS, make_records, turns_and_rows
 from bridge.system.kernels.jit import CFunction, c_function, inner, maker
 from bridge.system.kernels.memory import allocate, array_at, floats, free
@@ -194,17 +203,17 @@ def _gated(block, gate, up, inner, stride, _0, _1, first, last):
             g[i] = activate(g[i], u[i])
 
 
-def _situ(block, gate, up, inner, stride, beta, up_beta, first, last):
-    """gate = situ_times(gate, up), otherwise as `_gated`. beta, up_beta: the bits of float64."""
-    b = np.float32(np.int64(beta).view(np.float64))
-    c = np.float32(np.int64(up_beta).view(np.float64))
+def _numbered(block, gate, up, inner, stride, first_number, second_number, first, last):
+    """gate = activate(gate, up, two numbers), otherwise as `_gated`. The numbers: the bits of float64."""
+    b = np.float32(np.int64(first_number).view(np.float64))
+    c = np.float32(np.int64(second_number).view(np.float64))
     for row in range(first, last):
         if not _bias_row(block, row, gate, up, inner, stride):
             continue
         g = floats(gate + stride * row, inner)
         u = floats(up + stride * row, inner)
         for i in range(inner):
-            g[i] = situ_times(g[i], u[i], b, c)
+            g[i] = activate(g[i], u[i], b, c)
 
 
 def _ungated(block, gate, up, inner, stride, _0, _1, first, last):
@@ -295,9 +304,13 @@ def _add_weighed(x, gate, added, y, hidden, _0, _1, first, last):
 
 FUNCTIONS: dict[str, Any] = {
     "choose": _choose, "gather": _gather, "records": _records, "silu": _gated, "gelu": _gated, "relu2": _ungated,
-    "clamped": _gated, "situ": _situ, "erf": _ungated, "mixed": _mixed, "add_weighed": _add_weighed,
+    "clamped": _gated, "situ": _numbered, "limited": _numbered, "erf": _ungated, "mixed": _mixed,
+    "add_weighed": _add_weighed,
 }  # fmt: skip
-_ACTIVATIONS = {"silu": silu_times, "gelu": gelu_times, "relu2": relu2_times, "clamped": clamp, "erf": erf_times}
+_ACTIVATIONS = {
+    "silu": silu_times, "gelu": gelu_times, "relu2": relu2_times, "clamped": clamp, "erf": erf_times,
+    "situ": situ_times, "limited": limited_times,
+}  # fmt: skip
 
 
 @maker

@@ -52,11 +52,11 @@ def _store(blocks, count, _0, _1, _2, _3, _4, first, last):
         sin = floats(p[attn.SIN] + 2 * rotated * position, rotated // 2)
         row = floats(p[attn.K] + 4 * (rank + rotated) * t, rank + rotated)
         normalize(row[:rank], p[attn.K_NORM], array_at(block, WORDS, np.float64)[attn.EPS])
-        rotate(row[rank:], cos, sin, rotated, True)
+        rotate(row[rank:], cos, sin, rotated, p[attn.NEIGHBOURS])
         for h in range(heads):
             part = floats(p[attn.PRODUCTS] + 4 * ((plain + rotated) * (t * heads + h) + plain), rotated)
             q = floats(p[attn.Q] + 4 * (width * (t * heads + h) + rank), rotated)
-            rotate(part, cos, sin, rotated, True)
+            rotate(part, cos, sin, rotated, p[attn.NEIGHBOURS])
             for i in range(rotated):
                 q[i] = part[i]
         offset = width * position
