@@ -334,7 +334,7 @@ def _gguf_tensor(tensor: StoredTensor, tokens: Tokens | None) -> _Result:
         rows.add(values.reshape(-1, rows.columns))
     is_matrix = _is_matrix(tensor.name, tensor.shape)
     if tensor.name.endswith((".scale", ".input_scale")) and rows.zeros:
-        text = f"{rows.zeros} of {rows.size} scales are 0, and so is all that they multiply"
+        text = f"{rows.zeros} of {rows.size} scales are 0, and so is what they multiply"
         result.findings.append(Finding(tensor.name, "scales", text, {"zero": rows.zeros, "of": rows.size}))
     result.magnitude = Magnitude(tensor.name, tensor.type, rows.rms, is_matrix)
     _judge(result, tensor.name, rows, is_matrix, tokens)

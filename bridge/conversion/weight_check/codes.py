@@ -28,12 +28,13 @@ import numpy as np
 
 from bridge.checkpoint.formats.fp4 import Fp4Tensor
 from bridge.checkpoint.grouped import GroupedTensor
-from bridge.conversion.weight_check.finding import Finding, first_of, share
+from bridge.conversion.weight_check.finding import Finding, are, first_of, share
 from bridge.conversion.weight_check.rows import RowCounts
 
 PAGE = 4096
 LEVELS_OF_TRAINED = 4  # bits: of fewer, many small weights are 0
 _ENOUGH = 4096  # codes: of fewer, nothing is told
+_SAMPLE = 1 << 21  # codes of a large module that are counted, at least, spread over its rows
 _NARROW = 0.25  # of the levels
 _UNIFORM = 0.05
 _PER_LEVEL = 4000  # codes a level that make 5% three standard deviations and more
@@ -48,21 +49,23 @@ _LARGEST_HALF, _LEAST_HALF = 65504.0, 2.0**-25  # halves round what is not above
 class CodeCounts:
     """Counts of a module's codes.
 
-    levels   int64: how often each code occurs
     low      uint8 [out, G]: the least code of each group
     high     the greatest
     columns  int64 [G]: the columns of each group
+    levels   int64: how often each code occurs among those of every `step`-th row
     """
 
-    levels: np.ndarray
     low: np.ndarray
     high: np.ndarray
     columns: np.ndarray
+    levels: np.ndarray
+    step: int
 
     @property
-    def used(self) -> np.ndarray:
-        """The codes that occur."""
-        return np.flatnonzero(self.levels)
+    def span(self) -> tuple[int, int]:
+        """The least and the greatest of all codes."""
+        live = self.columns > 0
+        return int(self.low[:, live].min()), int(self.high[:, live].max())
 
 
 def count_codes(t: GroupedTensor) -> CodeCounts:
@@ -78,33 +81,22 @@ def count_codes(t: GroupedTensor) -> CodeCounts:
         used = np.flatnonzero(sizes)
         starts = np.searchsorted(group[order], used)
         ordered = codes[:, order]
-        low, high = (np.zeros(t.scales.shape, np.uint8) for _ in range(2))
+        low, high = np.full(t.scales.shape, 255, np.uint8), np.zeros(t.scales.shape, np.uint8)
         low[:, used] = np.minimum.reduceat(ordered, starts, axis=1)
         high[:, used] = np.maximum.reduceat(ordered, starts, axis=1)
-    return CodeCounts(_levels(codes, 2**t.bits), low, high, sizes)
-
-
-def _levels(codes: np.ndarray, levels: int) -> np.ndarray:
-    """int64 [levels]: how often each code occurs."""
-    flat = np.ascontiguousarray(codes).reshape(-1)
-    pairs = flat[: len(flat) // 2 * 2].view(np.uint16)  # half the work
-    both = np.zeros(1 << 16, np.int64)
-    for start in range(0, len(pairs), 1 << 18):
-        both += np.bincount(pairs[start : start + (1 << 18)], minlength=1 << 16)
-    table = both.reshape(256, 256)
-    counts = table.sum(axis=0) + table.sum(axis=1)
-    counts += np.bincount(flat[len(pairs) * 2 :], minlength=256)
-    return counts[: max(levels, int(np.flatnonzero(counts).max(initial=0)) + 1)]
+    step = max(1, codes.size // _SAMPLE)
+    levels = np.bincount(codes[::step].reshape(-1), minlength=2**t.bits)
+    return CodeCounts(low, high, sizes, levels, step)
 
 
 def rows_of_codes(t: GroupedTensor, counts: CodeCounts) -> RowCounts:
-    """Which rows of a module are 0 or of one code."""
+    """Which rows of a module are 0 or of one code; of its zeros, an estimate."""
     rows = RowCounts(1, *t.shape)
     rows.zero[:] = _zero_groups(t, counts).all(axis=1)
     rows.constant[:] = (counts.low.min(axis=1) == counts.high.max(axis=1)) & ~rows.zero
     zero = t.zeros.flat[0]
-    if t.bits >= LEVELS_OF_TRAINED and (t.zeros == zero).all() and zero in counts.used:
-        rows.zeros = int(counts.levels[int(zero)])
+    if t.bits >= LEVELS_OF_TRAINED and (t.zeros == zero).all() and zero in range(len(counts.levels)):
+        rows.zeros = int(counts.levels[int(zero)] / counts.levels.sum() * t.codes.size)
     return rows
 
 
@@ -117,10 +109,11 @@ def _zero_groups(t: GroupedTensor, counts: CodeCounts) -> np.ndarray:
 def code_findings(name: str, t: GroupedTensor, counts: CodeCounts, pages: int, nbytes: int) -> list[Finding]:
     """What is wrong with a module's codes; `pages` of zero bytes are among the `nbytes` of its codes."""
     findings = _scales(name, t, counts)
-    used, zero_share = counts.used, float(_zero_groups(t, counts).mean())
-    if len(used) == 1:
+    zero_share = float(_zero_groups(t, counts).mean())
+    least, greatest = counts.span
+    if least == greatest:
         if zero_share < 1:
-            findings.append(Finding(name, "codes", f"all {t.codes.size} codes are {used[0]}", {"code": int(used[0])}))
+            findings.append(Finding(name, "codes", f"all {t.codes.size} codes are {least}", {"code": least}))
         return findings
     if t.codes.size >= _ENOUGH:
         findings += _histogram(name, t, counts)
@@ -132,12 +125,13 @@ def code_findings(name: str, t: GroupedTensor, counts: CodeCounts, pages: int, n
 
 def _histogram(name: str, t: GroupedTensor, counts: CodeCounts) -> list[Finding]:
     """What is wrong with how often each level occurs."""
-    levels, n = np.arange(len(counts.levels)), t.codes.size
-    first, last = int(counts.used[0]), int(counts.used[-1])
+    levels, n = np.arange(len(counts.levels)), int(counts.levels.sum())
+    first, last = counts.span
     span, equal = last - first + 1, n / len(levels)
     mean = float(counts.levels @ levels) / n
     deviation = float(np.sqrt(counts.levels @ np.square(levels - mean) / n))
-    offset = mean - float(t.zeros.mean(axis=0, dtype=np.float64) @ counts.columns) / t.codes.shape[1]
+    zeros = t.zeros[:: counts.step].mean(axis=0, dtype=np.float64)
+    offset = mean - float(zeros @ counts.columns) / t.codes.shape[1]
     if t.bits > 2 and span <= _NARROW * t.levels and not t.ternary:
         text = f"the codes lie within {span} of {t.levels} levels, {first} to {last}"
         return [Finding(name, "levels", text, {"levels": span, "of": t.levels})]
@@ -161,10 +155,10 @@ def _scales(name: str, t: GroupedTensor, counts: CodeCounts) -> list[Finding]:
     rare, usual = (negative, positive) if is_negative else (positive, negative)
     is_rare = np.count_nonzero(rare) < _RARE * np.count_nonzero(usual) and rare.size >= _MANY_SCALES
     masks = {
-        "are 0 though their codes differ": (t.scales == 0) & differ,
-        "are beyond 65504, infinite in halves": magnitude > _LARGEST_HALF,
-        "become 0 in halves": small if small.sum() > _RARE * small.size else None,
-        f"are {'negative' if is_negative else 'positive'}, the others are not": rare if is_rare else None,
+        "0 though their codes differ": (t.scales == 0) & differ,
+        "beyond 65504, infinite in halves": magnitude > _LARGEST_HALF,
+        "too small for halves, 0 in them": small if small.sum() > _RARE * small.size else None,
+        f"{'negative' if is_negative else 'positive'}, the others are not": rare if is_rare else None,
     }
     return _scales_that(name, masks)
 
@@ -173,7 +167,7 @@ def lost_blocks(name: str, t: Fp4Tensor) -> list[Finding]:
     """Scales of 0 of codes that are not 0, where there are many."""
     starts = np.flatnonzero(np.diff(t.groups(), prepend=-1))
     lost = (t.scale_values() == 0) & np.logical_or.reduceat((t.codes & 7).astype(bool), starts, axis=1)
-    return _scales_that(name, {"are 0 though their codes are not": lost if lost.sum() > _RARE * lost.size else None})
+    return _scales_that(name, {"0 though their codes are not": lost if lost.sum() > _RARE * lost.size else None})
 
 
 def _scales_that(name: str, masks: dict[str, np.ndarray | None]) -> list[Finding]:
@@ -183,5 +177,7 @@ def _scales_that(name: str, masks: dict[str, np.ndarray | None]) -> list[Finding
         if mask is not None and mask.any():
             numbers[what] = int(mask.sum())
             first = first_of(np.logical_or.reduce(mask, axis=1))
-            texts.append(f"{share(numbers[what], mask.size)} scales {what}, the first in row {first}")
+            texts.append(
+                f"{share(numbers[what], mask.size)} scales {are(numbers[what])} {what}, the first in row {first}"
+            )
     return [Finding(name, "scales", "; ".join(texts), numbers)] if texts else []

@@ -39,7 +39,7 @@ def layer_findings(magnitudes: list[Magnitude]) -> list[Finding]:
     for members in kinds.values():
         values = np.array([each.value for each in members])
         live = values[values > 0]
-        if len(live) < max(_MEMBERS, len(members) * 3 // 4):
+        if len(members) < _MEMBERS or len(live) < 0.75 * len(members):
             continue
         usual = float(np.median(live))
         for each in members:

@@ -22,7 +22,7 @@ from bridge.checkpoint.files.dtypes import NUMPY
 from bridge.checkpoint.files.store import TensorInfo
 from bridge.checkpoint.formats.fp8 import FLOAT8
 from bridge.checkpoint.formats.module_reader import scales_activations
-from bridge.conversion.weight_check.finding import Finding, first_of, share
+from bridge.conversion.weight_check.finding import Finding, are, first_of, share
 from bridge.conversion.weight_check.rows import is_table
 
 _SMALLEST = 4096  # bytes of a matrix that is compared
@@ -45,9 +45,8 @@ def scale_findings(ckpt: Checkpoint, name: str, tensors: list[TensorInfo]) -> li
         values = ckpt.store.read_float(stored.name).reshape(-1)
         bad = ~np.isfinite(values)
         if bad.any():
-            text = f"{share(int(bad.sum()), bad.size)} values of {stored.name} are NaN or infinite"
-            texts.append(f"{text}, the first is value {first_of(bad)}" if bad.size > 1 else text)
-            numbers[stored.name] = int(bad.sum())
+            numbers[stored.name] = count = int(bad.sum())
+            texts.append(f"{share(count, bad.size)} values of {stored.name} {are(count)} NaN or infinite")
     return [Finding(name, "scales", "; ".join(texts), numbers)] if texts else []
 
 
@@ -58,8 +57,9 @@ def zero_scales(ckpt: Checkpoint, name: str, scale: TensorInfo) -> list[Finding]
     zero = ckpt.store.read_float(scale.name) == 0
     if not zero.any():
         return []
-    text = f"{share(int(zero.sum()), zero.size)} scales are 0, and so is all that they multiply"
-    return [Finding(name, "scales", text, {"zero": int(zero.sum()), "of": zero.size})]
+    count = int(zero.sum())
+    text = f"{share(count, zero.size)} scales {are(count)} 0, and so is what they multiply"
+    return [Finding(name, "scales", text, {"zero": count, "of": zero.size})]
 
 
 def activation_findings(ckpt: Checkpoint) -> list[Finding]:
@@ -95,8 +95,8 @@ def _missing(ckpt: Checkpoint, parts: dict[str, set[str]]) -> list[Finding]:
         for part in sorted(set().union(*(parts.get(module, ()) for module in members))):
             lacking = [module for module in members if part not in parts.get(module, ())]
             if lacking and 2 * len(lacking) <= len(members):
-                are = "module lacks" if len(lacking) == 1 else "modules lack"
-                text = f"{len(lacking)} of {len(members)} {are} {part}, which the others of the kind have"
+                lack = "lacks" if len(lacking) == 1 else "lack"
+                text = f"{len(lacking)} of {len(members)} modules {lack} {part}, which the others of the kind have"
                 numbers = {"count": len(lacking), "of": len(members), "part": part}
                 findings.append(Finding(lacking[0], "activations", text, numbers))
     return findings
@@ -180,7 +180,8 @@ def copies(all_matrices: Iterator[Matrix]) -> list[Finding]:
         matrix, original = copied[0]
         text = f"has the same bytes as {original.text}"
         if matrix.index is not None:
-            text = f"{len(copied)} of its matrices are copies; {matrix.index} has the same bytes as {original.text}"
+            text = f"matrix {matrix.index} has the same bytes as {original.text}"
+            text += f", and {len(copied) - 1} more are copies" if len(copied) > 1 else ""
         findings.append(Finding(name, "duplicate", text, {"count": len(copied), "original": original.text}))
     return findings
 
