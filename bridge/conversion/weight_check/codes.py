@@ -154,11 +154,12 @@ def _scales(name: str, t: GroupedTensor, counts: CodeCounts) -> list[Finding]:
     is_negative = np.count_nonzero(negative) < np.count_nonzero(positive)
     rare, usual = (negative, positive) if is_negative else (positive, negative)
     is_rare = np.count_nonzero(rare) < _RARE * np.count_nonzero(usual) and rare.size >= _MANY_SCALES
+    sign = "negative" if is_negative else "positive"
     masks = {
-        "0 though their codes differ": (t.scales == 0) & differ,
-        "beyond 65504, infinite in halves": magnitude > _LARGEST_HALF,
-        "too small for halves, 0 in them": small if small.sum() > _RARE * small.size else None,
-        f"{'negative' if is_negative else 'positive'}, the others are not": rare if is_rare else None,
+        "zero": ((t.scales == 0) & differ, "0 though their codes differ"),
+        "large": (magnitude > _LARGEST_HALF, "beyond 65504, infinite in halves"),
+        "small": (small & (small.mean() > _RARE), "too small for halves, 0 in them"),
+        sign: (rare & is_rare, f"{sign}, the others are not"),
     }
     return _scales_that(name, masks)
 
@@ -167,17 +168,16 @@ def lost_blocks(name: str, t: Fp4Tensor) -> list[Finding]:
     """Scales of 0 of codes that are not 0, where there are many."""
     starts = np.flatnonzero(np.diff(t.groups(), prepend=-1))
     lost = (t.scale_values() == 0) & np.logical_or.reduceat((t.codes & 7).astype(bool), starts, axis=1)
-    return _scales_that(name, {"0 though their codes are not": lost if lost.sum() > _RARE * lost.size else None})
+    return _scales_that(name, {"zero": (lost & (lost.mean() > _RARE), "0 though their codes are not")})
 
 
-def _scales_that(name: str, masks: dict[str, np.ndarray | None]) -> list[Finding]:
-    """One finding on scales [out, G], by what is wrong with those of each mask."""
-    texts, numbers = [], {}
-    for what, mask in masks.items():
-        if mask is not None and mask.any():
-            numbers[what] = int(mask.sum())
+def _scales_that(name: str, masks: dict[str, tuple[np.ndarray, str]]) -> list[Finding]:
+    """One finding on scales [out, G], by what those of each mask are."""
+    texts: list[str] = []
+    numbers: dict[str, int] = {}
+    for key, (mask, what) in masks.items():
+        if count := int(mask.sum()):
+            numbers |= {key: count, "of": mask.size}
             first = first_of(np.logical_or.reduce(mask, axis=1))
-            texts.append(
-                f"{share(numbers[what], mask.size)} scales {are(numbers[what])} {what}, the first in row {first}"
-            )
+            texts.append(f"{share(count, mask.size)} scales {are(count)} {what}, the first in row {first}")
     return [Finding(name, "scales", "; ".join(texts), numbers)] if texts else []

@@ -34,24 +34,20 @@ _MANY = 1 << 16  # scales of activations; more are none
 
 
 def scale_findings(ckpt: Checkpoint, name: str, tensors: list[TensorInfo]) -> list[Finding]:
-    """Floats of a module that are NaN or infinite, beside codes: scales, zero points, products of both.
-
-    A scale of 8-bit floats that is 0, too: a quantizer gives blocks of zeros a scale that is not.
-    """
-    texts, numbers = [], {}
+    """Floats of a module that are NaN or infinite, beside codes: scales, zero points, products of both."""
+    texts, total = [], 0
     for stored in tensors:
         if not stored.floating or stored.dtype in FLOAT8 or stored.dtype not in NUMPY:
             continue
-        values = ckpt.store.read_float(stored.name).reshape(-1)
-        bad = ~np.isfinite(values)
-        if bad.any():
-            numbers[stored.name] = count = int(bad.sum())
-            texts.append(f"{share(count, bad.size)} values of {stored.name} {are(count)} NaN or infinite")
-    return [Finding(name, "scales", "; ".join(texts), numbers)] if texts else []
+        finite = np.isfinite(ckpt.store.read_float(stored.name))
+        if count := int(np.count_nonzero(~finite)):
+            total += count
+            texts.append(f"{share(count, finite.size)} values of {stored.name} {are(count)} NaN or infinite")
+    return [Finding(name, "scales", "; ".join(texts), {"not_finite": total})] if texts else []
 
 
 def zero_scales(ckpt: Checkpoint, name: str, scale: TensorInfo) -> list[Finding]:
-    """Scales of 8-bit floats that are 0."""
+    """Scales of 8-bit floats that are 0: quantizers give blocks of zeros another."""
     if not scale.floating:
         return []
     zero = ckpt.store.read_float(scale.name) == 0
