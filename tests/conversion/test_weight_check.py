@@ -357,7 +357,7 @@ def test_scales_beyond_halves_are_found(damaged):
 def test_an_input_scale_of_zero_is_found(damaged):
     name = f"{GATE}.input_scale"
     text = only(damaged("nvfp4", edit(name, fill(..., 0))), name, "activations")
-    assert text == "is 0, no scale of activations, as of an expert that calibration never reached"
+    assert text == "is 0: no scale of activations, as of an expert that calibration never reached"
 
 
 def test_an_input_scale_that_one_module_of_a_kind_lacks_is_found(damaged):
@@ -576,3 +576,18 @@ def test_findings_are_ordered_by_kind_and_plain_in_json(damaged):
     assert {finding["kind"] for finding in record["findings"]} <= set(KINDS)
     assert record["passed"] is False
     assert record["findings"][1]["numbers"] == {"of": 768, "constant": 1, "first_constant": 5}
+
+
+def test_files_of_torch_are_checked_too(written, tmp_path):
+    torch = pytest.importorskip("torch")
+    from tests.support.encode import load_floats
+
+    folder = tmp_path / "m"
+    shutil.copytree(written("float"), folder)
+    (folder / "model.safetensors").unlink()
+    tensors = {
+        name: torch.from_numpy(array).to(torch.bfloat16) for name, array in load_floats(written("float")).items()
+    }
+    tensors[f"{GATE}.weight"] = tensors[f"{GATE}.weight".replace(".2.", ".1.")].clone()
+    torch.save(tensors, folder / "pytorch_model.bin")
+    assert only(check_weights(folder), f"{GATE}.weight", "duplicate").startswith("has the same bytes as")

@@ -272,7 +272,8 @@ def _floats(ckpt: Checkpoint, name: str, tokens: Tokens | None) -> _Result:
         values = ckpt.read_float(name, (span.start, span.stop) if stored.shape else None)
         rows.add(np.ascontiguousarray(values).reshape(-1, rows.columns))
     is_matrix = _is_matrix(name, shape)
-    result.magnitude = Magnitude(name, stored.dtype, rows.rms, is_matrix)
+    if not rows.not_finite:
+        result.magnitude = Magnitude(name, stored.dtype, rows.rms, is_matrix)
     _judge(result, name, rows, is_matrix, tokens)
     if stored.dtype in FLOAT8:
         result.pruned = None
@@ -336,7 +337,8 @@ def _gguf_tensor(tensor: StoredTensor, tokens: Tokens | None) -> _Result:
     if tensor.name.endswith((".scale", ".input_scale")) and rows.zeros:
         text = f"{rows.zeros} of {rows.size} scales are 0, and so is what they multiply"
         result.findings.append(Finding(tensor.name, "scales", text, {"zero": rows.zeros, "of": rows.size}))
-    result.magnitude = Magnitude(tensor.name, tensor.type, rows.rms, is_matrix)
+    if not rows.not_finite:
+        result.magnitude = Magnitude(tensor.name, tensor.type, rows.rms, is_matrix)
     _judge(result, tensor.name, rows, is_matrix, tokens)
     if tensor.type not in (*FLOAT_TYPES, "F64"):
         result.pruned = None

@@ -14,6 +14,7 @@ import hashlib
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -60,6 +61,8 @@ def zero_scales(ckpt: Checkpoint, name: str, scale: TensorInfo) -> list[Finding]
 
 def activation_findings(ckpt: Checkpoint) -> list[Finding]:
     """What is wrong with the scales of activations."""
+    if ckpt.reader is None:  # what has such a name was learned
+        return []
     findings = []
     parts: dict[str, set[str]] = {}  # of each module: those tensors
     for name, stored in ckpt.store.tensors.items():
@@ -70,10 +73,14 @@ def activation_findings(ckpt: Checkpoint) -> list[Finding]:
         values = ckpt.store.read_float(name).reshape(-1)
         bad = ~(np.isfinite(values) & (values > 0))
         if bad.any() and not _ZERO_POINTS.search(part):
-            some = f"{int(bad.sum())} of its {bad.size} values, the first {values[first_of(bad)]:g}, are"
-            what = f"is {values[0]:g}," if bad.size == 1 else f"{some}"
-            text = f"{what} no scale of activations, as of an expert that calibration never reached"
-            findings.append(Finding(name, "activations", text, {"count": int(bad.sum()), "of": bad.size}))
+            count, value = int(bad.sum()), f"{values[first_of(bad)]:g}"
+            what = (
+                f"is {value}"
+                if bad.size == 1
+                else f"{count} of {bad.size} values are not positive, the first is {value}"
+            )
+            text = f"{what}: no scale of activations, as of an expert that calibration never reached"
+            findings.append(Finding(name, "activations", text, {"count": count, "of": bad.size}))
     return findings + _missing(ckpt, parts)
 
 
@@ -105,14 +112,19 @@ class Matrix:
     name   of its tensor
     index  in a stack; None: the tensor is the matrix
     form   what it must share with a copy: dtype and shape
-    read   uint8: bytes first..stop
+    stored uint8: bytes first..stop of the tensor
     """
 
     name: str
     index: int | None
     form: tuple[object, ...]
     nbytes: int
-    read: Callable[[int, int], np.ndarray]
+    stored: Callable[[int, int], np.ndarray]
+
+    def read(self, first: int, stop: int) -> bytes:
+        """Bytes first..stop of the matrix."""
+        start = (self.index or 0) * self.nbytes
+        return self.stored(start + first, start + stop).tobytes()
 
     @property
     def text(self) -> str:
@@ -126,14 +138,7 @@ def stored_matrices(ckpt: Checkpoint) -> Iterator[Matrix]:
     for name in names:
         tensor = ckpt.store.tensors.get(name)
         if tensor is not None and tensor.dtype in NUMPY:
-            yield from matrices(name, tensor.dtype, tensor.shape, tensor.nbytes, _reader(ckpt, name))
-
-
-def _reader(ckpt: Checkpoint, name: str) -> Callable[[int, int], np.ndarray]:
-    def read(first: int, stop: int) -> np.ndarray:
-        return np.array(ckpt.store.view(name).reshape(-1).view(np.uint8)[first:stop])
-
-    return read
+            yield from matrices(name, tensor.dtype, tensor.shape, tensor.nbytes, partial(ckpt.store.read_bytes, name))
 
 
 def matrices(
@@ -147,13 +152,7 @@ def matrices(
     if size < _SMALLEST:
         return
     for i in range(count):
-        index = None if count == 1 else i
-        start = i * size
-
-        def part(first: int, stop: int, start: int = start) -> np.ndarray:
-            return read(start + first, start + stop)
-
-        yield Matrix(name, index, (type, shape[-2:] if count > 1 else shape), size, part)
+        yield Matrix(name, None if count == 1 else i, (type, shape[1:] if count > 1 else shape), size, read)
 
 
 def copies(all_matrices: Iterator[Matrix]) -> list[Finding]:
@@ -161,7 +160,7 @@ def copies(all_matrices: Iterator[Matrix]) -> list[Finding]:
     alike: dict[tuple[object, ...], list[Matrix]] = {}
     for matrix in all_matrices:
         middle, last = matrix.nbytes // 2, matrix.nbytes - _SAMPLE
-        sample = b"".join(matrix.read(first, first + _SAMPLE).tobytes() for first in (0, middle, last))
+        sample = b"".join(matrix.read(first, first + _SAMPLE) for first in (0, middle, last))
         if sample != sample[:8] * (len(sample) // 8):
             alike.setdefault((*matrix.form, sample), []).append(matrix)
     pairs: dict[str, list[tuple[Matrix, Matrix]]] = {}
@@ -185,5 +184,5 @@ def copies(all_matrices: Iterator[Matrix]) -> list[Finding]:
 def _digest(matrix: Matrix) -> bytes:
     digest = hashlib.blake2b(digest_size=16)
     for first in range(0, matrix.nbytes, _STEP):
-        digest.update(matrix.read(first, min(first + _STEP, matrix.nbytes)).tobytes())
+        digest.update(matrix.read(first, min(first + _STEP, matrix.nbytes)))
     return digest.digest()
