@@ -74,11 +74,8 @@ def activation_findings(ckpt: Checkpoint) -> list[Finding]:
         bad = ~(np.isfinite(values) & (values > 0))
         if bad.any() and not _ZERO_POINTS.search(part):
             count, value = int(bad.sum()), f"{values[first_of(bad)]:g}"
-            what = (
-                f"is {value}"
-                if bad.size == 1
-                else f"{count} of {bad.size} values are not positive, the first is {value}"
-            )
+            some = f"{count} of {bad.size} values are not positive, the first is {value}"
+            what = f"is {value}" if bad.size == 1 else some
             text = f"{what}: no scale of activations, as of an expert that calibration never reached"
             findings.append(Finding(name, "activations", text, {"count": count, "of": bad.size}))
     return findings + _missing(ckpt, parts)
@@ -109,10 +106,10 @@ def _missing(ckpt: Checkpoint, parts: dict[str, set[str]]) -> list[Finding]:
 class Matrix:
     """The bytes of a matrix.
 
-    name   of its tensor
-    index  in a stack; None: the tensor is the matrix
-    form   what it must share with a copy: dtype and shape
-    stored uint8: bytes first..stop of the tensor
+    name    of its tensor
+    index   in a stack; None: the tensor is the matrix
+    form    what it must share with a copy: dtype and shape
+    stored  uint8: bytes first..stop of the tensor
     """
 
     name: str
