@@ -8,6 +8,7 @@
     bridge.nn.replace_linears(model, "model.gguf")        a GGUF's weights under a transformers model
     bridge.nn.replace_trellis(model, "folder")            the same for a trellis-coded checkpoint
     bridge.verify("model.gguf", "folder")                 how close a GGUF on disk is to its checkpoint
+    bridge.check_weights("model.gguf")                    zeroed, damaged and copied weights of any model
     bridge.quantize_gguf("org/model", "q4.gguf", "Q4_K")  a float model -> GGUF, with a calibration text
     bridge.quantize.gptq(module, batches)                 any torch module, quantized in place
     bridge.repack("model-gptq", "model-v2", "gptq_v2")    GPTQ v1 <-> v2, labels mended
@@ -34,6 +35,7 @@ if TYPE_CHECKING:  # where the names come from, for editors and type checkers
     from bridge.conversion.planning.options import Budget
     from bridge.conversion.publish.upload import upload
     from bridge.conversion.quantize_gguf import quantize_gguf
+    from bridge.conversion.weight_check.check import check_weights
     from bridge.conversion.writing.report import Report
     from bridge.conversion.writing.verify import verify
     from bridge.errors import BridgeError
@@ -49,6 +51,7 @@ __all__ = [
     "QuantTensor",
     "Report",
     "__version__",
+    "check_weights",
     "convert",
     "convert_lora",
     "edit",
@@ -71,6 +74,7 @@ _LAZY = {
     "Calibration": "bridge.quantize.settings",
     "QuantTensor": "bridge.runtime.quant_tensor",
     "Report": "bridge.conversion.writing.report",
+    "check_weights": "bridge.conversion.weight_check.check",
     "convert": "bridge.conversion.converter",
     "convert_lora": "bridge.conversion.lora",
     "edit": "bridge.conversion.edit",

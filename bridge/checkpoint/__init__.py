@@ -203,6 +203,10 @@ class Checkpoint:
         dtype = self.tensors[name].dtype
         return dtype if name in self.merged else str(self._floats.get(name, dtype))
 
+    def float_scale(self, name: str) -> TensorInfo | None:
+        """The stored scales of a tensor of 8-bit floats; None for other tensors."""
+        return self._floats[name].scale if name in self._floats and name not in self.merged else None
+
     def tensor_scales(self, name: str) -> dict[str, float]:
         """See `Reader.tensor_scales`."""
         floats = name in self._lattices or f"{name}.weight" in self.merged

@@ -10,7 +10,8 @@ from pathlib import Path
 import bridge
 from bridge.cli import main
 from tests.conftest import CHECKPOINT
-from tests.support.command_line import KINDS, types
+from tests.support.command_line import GATE, KINDS, types
+from tests.support.raw import Raw, edit_raw
 
 
 def test_inspect_tells_what_convert_would_do(run, auto):
@@ -85,3 +86,40 @@ def test_inspect_prints_the_chat_template_of_a_gguf_or_a_checkpoint(
     assert "has no chat template" in refused("inspect", auto, "--template")
     assert "print different things" in refused("inspect", auto, "--template", "--metadata")
     assert "give the checkpoint or GGUF to describe" in refused("inspect")
+
+
+def test_inspect_checks_the_weights_where_it_is_asked_to(run: Callable[..., str], model: Path) -> None:
+    plain = run("inspect", model)
+    assert "weight check" not in plain
+    checked = plain + "\nweight check    3.7 M weights in 46 tensors and modules: nothing found\n"
+    assert run("inspect", model, "--check") == run("inspect", model, "--strict") == checked
+    edit_raw(model / "model.safetensors", lambda tensors: copy_layer(tensors, 1, 2))
+    lines = run("inspect", model, "--check").splitlines()
+    assert lines[-2:] == [
+        "weight check    3.7 M weights in 46 tensors and modules: 1 finding",
+        f"FOUND {GATE}.qweight: has the same bytes as {GATE.replace('.2.', '.1.')}.qweight",
+    ]
+    assert run("inspect", model, "--strict", code=1).splitlines() == lines
+
+
+def test_findings_are_in_the_json_of_inspect(run: Callable[..., str], model: Path, auto: Path) -> None:
+    record = json.loads(run("inspect", auto, "--check", "--json"))
+    assert (record["kind"], record["passed"], record["findings"], record["weight_notes"]) == ("gguf", True, [], [])
+    edit_raw(model / "model.safetensors", lambda tensors: copy_layer(tensors, 1, 2))
+    record = json.loads(run("inspect", model, "--strict", "--json", code=1))
+    assert record["passed"] is False
+    assert [finding["kind"] for finding in record["findings"]] == ["duplicate"]
+    assert record["findings"][0]["numbers"] == {"count": 1, "original": f"{GATE.replace('.2.', '.1.')}.qweight"}
+    assert "findings" not in json.loads(run("inspect", model, "--json"))
+
+
+def test_inspect_refuses_a_weight_check_of_keys(refused: Callable[..., str], auto: Path) -> None:
+    for option in ("--metadata", "--template"):
+        assert "read the weights; leave out" in refused("inspect", auto, "--strict", option)
+
+
+def copy_layer(tensors: Raw, source: int, target: int) -> None:
+    """Copy a matrix of one layer over that of another."""
+    for name in list(tensors):
+        if name.startswith(f"model.layers.{target}.mlp.gate_proj."):
+            tensors[name] = tensors[name.replace(f".{target}.", f".{source}.")]

@@ -149,6 +149,11 @@ class Store:
             raise BridgeError(f"{info.file}: cannot be read ({problem.strerror}); check the disk") from problem
         return out
 
+    def read_bytes(self, name: str, first: int, stop: int) -> np.ndarray:
+        """uint8: bytes first..stop of a tensor as it is stored. Raises BridgeError as `read` does."""
+        info = self.tensors[name]
+        return self._fetch(replace(info, offset=info.offset + first), np.dtype(np.uint8), (stop - first,), 0, 0)
+
     def view(self, name: str) -> np.ndarray:
         """The stored elements, memory-mapped, for reading a few. Raises BridgeError as `read` does."""
         info = self.tensors[name]

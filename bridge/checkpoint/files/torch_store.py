@@ -53,6 +53,12 @@ class HeldStore(Store):
             tensor = tensor.contiguous().view(self._as_bits[tensor.dtype])
         return np.array(tensor.numpy(), order="C").view(dtype)  # a copy: the file may be mapped
 
+    def read_bytes(self, name: str, first: int, stop: int) -> np.ndarray:
+        import torch
+
+        stored = self._data[name].detach().contiguous().reshape(-1).view(torch.uint8)
+        return np.array(stored[first:stop].numpy())
+
     def view(self, name: str) -> np.ndarray:
         """The stored elements, which are in memory already."""
         return self.read(name)

@@ -35,14 +35,15 @@ from bridge.system.storage.files import read_json, refuse_pointer
 from bridge.system.text import align, meant, note_lines, size_text
 
 
-def describe(
-    path: str | Path, config: str | Path | None = None, template: str | Path | None = None,
-    progress: Progress | None = None,
-) -> str:  # fmt: skip
+def describe(path: str | Path) -> str:
     """A few lines of what `facts_of` finds."""
-    facts = facts_of(path, config, template, progress)
+    return "\n".join(lines_of(facts_of(path)))
+
+
+def lines_of(facts: Mapping[str, Any]) -> list[str]:
+    """A few lines of what `facts_of` returned."""
     lines = _gguf_lines(facts) if facts["kind"] == "gguf" else _checkpoint_lines(facts)
-    return "\n".join(map(shortened, lines))
+    return list(map(shortened, lines))
 
 
 def facts_of(

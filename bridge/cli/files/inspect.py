@@ -3,13 +3,16 @@
 import argparse
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bridge.cli.json_output import add_json, print_json
 from bridge.cli.options import command
 from bridge.cli.use.terminal import generated
 from bridge.errors import BridgeError
 from bridge.system.progress import Bar, say
+
+if TYPE_CHECKING:
+    from bridge.conversion.weight_check.check import WeightCheck
 
 
 def add_parser(commands: Any) -> None:
@@ -23,6 +26,11 @@ def add_parser(commands: Any) -> None:
         "--template", nargs="?", const="", metavar="MODEL.gguf",
         help="print the chat template; with a file, of a checkpoint: the template that convert would be given",
     )  # fmt: skip
+    p.add_argument(
+        "--check", action="store_true",
+        help="also read all weights, and tell what looks damaged: zeros, NaN, copies, codes as no quantizer makes them",
+    )  # fmt: skip
+    p.add_argument("--strict", action="store_true", help="as --check, with exit code 1 where something is found")
     p.add_argument("--config", metavar="DIR", type=Path, help="folder with config.json and tokenizer, for a bare .pt")
     add_json(p)
 
@@ -36,6 +44,9 @@ def run(a: argparse.Namespace) -> int:
         raise BridgeError("give the checkpoint or GGUF to describe; see gguf-bridge inspect --help")
     if a.metadata is not None and a.template is not None:
         raise BridgeError("--metadata and --template print different things; give one")
+    check = a.check or a.strict
+    if check and (a.metadata is not None or a.template == ""):
+        raise BridgeError("--check and --strict read the weights; leave out --metadata and --template")
     say(f"reading {a.path}")
     from bridge.cli.files import describe
 
@@ -53,6 +64,18 @@ def run(a: argparse.Namespace) -> int:
         print_json({"chat_template": text}) if a.json else print(text, file=generated())
     else:
         with Bar("looking for codes", unit=" tensors") as bar:
-            asked = a.path, a.config, a.template, bar
-            print_json(describe.facts_of(*asked)) if a.json else print(describe.describe(*asked))
+            facts = describe.facts_of(a.path, a.config, a.template, bar)
+        checked = _check(a) if check else None
+        if a.json:
+            print_json(facts | (checked.as_dict() if checked else {}))
+        else:
+            print("\n".join([*describe.lines_of(facts), *(["", *checked.lines()] if checked else [])]))
+        return 1 if a.strict and checked and checked.findings else 0
     return 0
+
+
+def _check(a: argparse.Namespace) -> "WeightCheck":
+    from bridge.conversion.weight_check.check import check_weights
+
+    with Bar("checking weights") as bar:
+        return check_weights(a.path, config=a.config, progress=bar)

@@ -1,0 +1,1 @@
+"""Looks for damage in the weights of a checkpoint or a GGUF: read `check` first."""

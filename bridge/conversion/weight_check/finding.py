@@ -1,0 +1,67 @@
+"""What the check reports of a tensor."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from bridge.system.text import percent
+
+# what a Finding may be about, in the order of the report
+KINDS = {
+    "unreadable": "the reader refuses the tensor",
+    "not finite": "NaN or infinite weights",
+    "scales": "scales that are NaN, infinite, 0, beyond halves, or of a rare sign",
+    "activations": "scales of activations that are NaN, infinite, not positive, or missing for some modules",
+    "zeros": "all weights of a matrix are 0",
+    "rows": "rows of zeros, or of one value",
+    "unwritten": "long runs of zero bytes",
+    "codes": "codes as no quantizer makes them",
+    "levels": "codes that use few levels, where those of most modules use all",
+    "magnitude": "weights far larger or smaller than those of the same kind in other layers",
+    "duplicate": "a matrix with the bytes of another",
+    "vocabulary": "tokens whose rows are 0",
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something about a tensor that a quantizer or a trained model does not make.
+
+    tensor   its name, or the module's, as the file has it; several that lack the same thing are named by the first
+    kind     one of KINDS; a tensor has one finding of a kind at most
+    text     one sentence
+    numbers  what was counted, by name
+    """
+
+    tensor: str
+    kind: str
+    text: str
+    numbers: dict[str, Any]
+
+    def __str__(self) -> str:
+        return f"{self.tensor}: {self.text}"
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"tensor": self.tensor, "kind": self.kind, "text": self.text, "numbers": self.numbers}
+
+
+def are(count: int) -> str:
+    """The verb of so many."""
+    return "is" if count == 1 else "are"
+
+
+def first_of(mask: np.ndarray) -> int:
+    """The index of the first True."""
+    return int(np.argmax(mask.reshape(-1)))
+
+
+def longest_run(mask: np.ndarray) -> int:
+    """The number of True in a row, at most."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(np.int8)))
+    return int((edges[1::2] - edges[::2]).max(initial=0))
+
+
+def share(count: int, total: int) -> str:
+    """ "3 of 4096", with the percentage where it tells more."""
+    return f"{count} of {total}" + (f" ({percent(count / total)})" if total >= 10_000 else "")
