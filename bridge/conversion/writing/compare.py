@@ -24,7 +24,8 @@ from bridge.errors import BridgeError
 from bridge.models.outline import OutlineTensor, Part
 from bridge.system.cpu.row_threads import chunks
 
-_DAMAGED = 0.99  # of two tensors of codes that are equal so far, the others are damage, not the choice of a program
+_CHOSEN = 0.5  # if fewer codes of a tensor are another's, they are so by chance
+_DAMAGED = 0.99  # if so many are, the others are damaged
 _CODE_BITS = tuple(range(1, 9))
 
 
@@ -104,7 +105,7 @@ def _noise_and_codes(reader: PartReader, tensor: OutlineTensor, measured: PartRo
             t = codes_of(tensor.name, type, blocks[rows][some], _CODE_BITS, offsets=True)
             if t is not None:
                 kept += _equal_codes(t, slice(None), other, of_other)[0]
-    return noise, kept
+    return noise, kept if kept >= _CHOSEN * math.prod(tensor.shape) else 0
 
 
 def _compare_codes(reader: PartReader, tensor: OutlineTensor, measured: TensorRows) -> Outcome:
@@ -180,17 +181,17 @@ def _sums(pairs: Iterable[tuple[np.ndarray, np.ndarray]]) -> Sums:
 
 def _codes_of_checkpoint(t: CodedTensor, measured: PartRows, first_row: int) -> tuple[int, int, str]:
     """How many codes of a reference a checkpoint has, how many are damaged, and what differs."""
-    kept = compared = 0
-    same_scales = True
+    kept, weights, scales = 0, math.prod(t.shape), []
     for rows, other, of_other in measured.codes(first_row, first_row + t.shape[0]):
-        codes, same = _equal_codes(t, rows, other, of_other)
-        kept, same_scales = kept + codes, same_scales and same
-        compared += (rows.stop - rows.start) * t.shape[1]
-    weights = math.prod(t.shape)
+        codes, same_scales = _equal_codes(t, rows, other, of_other)
+        kept += codes
+        scales.append(same_scales)
+    if kept < _CHOSEN * weights:
+        return 0, 0, "the other has others" if scales else f"stored as {measured.type}"
     missing = weights - kept if kept >= _DAMAGED * weights else 0
-    if not compared:
-        return kept, missing, f"stored as {measured.type}"
-    return kept, missing, f"{'the same' if same_scales else 'with other'} scales" if kept else "it has other codes"
+    if not all(scales):
+        return kept, missing, "with other scales"
+    return kept, missing, "with the same scales" if kept < weights else "with other zero points"
 
 
 def _equal_codes(t: CodedTensor, rows: slice, other: CodedTensor, of_other: slice) -> tuple[int, bool]:
@@ -203,7 +204,7 @@ def _equal_codes(t: CodedTensor, rows: slice, other: CodedTensor, of_other: slic
     for run in chunks(count, t.shape[1]):
         points, scales = _points(t, slice(first + run.start, first + run.stop))
         others, other_scales = _points(other, slice(second + run.start, second + run.stop))
-        kept += int((points == others).sum())
+        kept += int((np.abs(points - others) < 0.5).sum())  # zero points may be rounded to whole numbers
         same_scales = same_scales and np.array_equal(scales, other_scales)
     return kept, same_scales
 
@@ -212,7 +213,7 @@ def _points(t: CodedTensor, rows: slice) -> tuple[np.ndarray, np.ndarray]:
     """Of rows, float32 [n, in]: codes less zero points, those of negative scales mirrored; and what multiplies them."""
     groups = t.groups()
     if isinstance(t, Fp4Tensor):
-        return t.codes[rows], t.scale_values(rows)[:, groups] * np.float32(t.tensor_scale)
+        return t.codes[rows].astype(np.float32), t.scale_values(rows)[:, groups] * np.float32(t.tensor_scale)
     assert isinstance(t, GroupedTensor)
     scales = t.scales[rows][:, groups]
     return (t.codes[rows] - t.zeros[rows][:, groups]) * np.where(scales < 0, np.float32(-1), 1), np.abs(scales)
