@@ -80,6 +80,7 @@ class GgufCheckpoint(Checkpoint):
         temporaries: ExitStack,
     ) -> None:
         super().__init__(model.files[0], config, QuantConfig(), _GgufStore(model, sources), home)
+        self.tensors, self.notes = dict(self.store.tensors), []  # NVFP4's scales of inputs are tensors like others
         metadata = copied_metadata(model.metadata)
         self.outline = Outline(metadata, tensors, stop=stop_texts(metadata))
         self.format = "GGUF"

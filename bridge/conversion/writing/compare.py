@@ -82,30 +82,34 @@ def _compare_floats(reader: PartReader, tensor: OutlineTensor, measured: TensorR
         sums = _sums(_float_pairs(reader, tensor, measured))
     if not sums.largest and measured.type not in WRITTEN:
         return Outcome(AS_IS, largest_difference=0.0)
-    of_blocks = _noise_and_codes(reader, tensor, measured) if isinstance(measured, PartRows) else None
-    noise, kept = of_blocks or (0.0, 0)
-    fidelity = Fidelity(math.prod(tensor.shape), sums.error, sums.signal, noise, kept)
-    how = FLOAT if of_blocks is None else carried_outcome(fidelity)
-    return Outcome(how, fidelity, largest_difference=sums.largest)
+    if isinstance(measured, PartRows) and (outcome := _compare_blocks(reader, tensor, measured, sums)) is not None:
+        return outcome
+    fidelity = Fidelity(math.prod(tensor.shape), sums.error, sums.signal, 0.0, 0)
+    return Outcome(FLOAT, fidelity, largest_difference=sums.largest)
 
 
-def _noise_and_codes(reader: PartReader, tensor: OutlineTensor, measured: PartRows) -> tuple[float, int] | None:
-    """The noise of a GGUF's blocks by themselves, and how many of their codes a checkpoint has; None for types whose
+def _compare_blocks(reader: PartReader, tensor: OutlineTensor, measured: PartRows, sums: Sums) -> Outcome | None:
+    """A tensor of a checkpoint against a GGUF's blocks, with the noise of the coarser of the two; None for types whose
     values are not evenly spaced, and for floats."""
     if not isinstance(reader.ckpt, GgufCheckpoint) or measured.vector:
         return None
-    type = reader.stored_as(tensor.parts[0])
+    type, weights = reader.stored_as(tensor.parts[0]), math.prod(tensor.shape)
     blocks = reader.ckpt.blocks(tensor.name, type, tensor.shape)
     if blocks is None or own_noise(type, blocks[:1]) is None:
         return None
-    noise, kept = 0.0, 0
+    noise, equal = 0.0, 0
     for rows in chunks(measured.rows, tensor.shape[-1]):
         noise += own_noise(type, blocks[rows]) or 0.0
         for some, other, of_other in measured.codes(rows.start, rows.stop):
             t = codes_of(tensor.name, type, blocks[rows][some], _CODE_BITS, offsets=True)
             if t is not None:
-                kept += _equal_codes(t, slice(None), other, of_other)[0]
-    return noise, kept if kept >= _CHOSEN * math.prod(tensor.shape) else 0
+                equal += _equal_codes(t, slice(None), other, of_other)[0]
+    kept, damaged = _kept_and_damaged(equal, weights)
+    own = sum(t.noise() for _, t, _ in measured.codes(0, measured.rows))
+    total = Fidelity(weights, sums.error, sums.signal, max(noise, own), kept)
+    return Outcome(
+        carried_outcome(total), total, codes_missing=damaged, stored=type, largest_difference=sums.largest
+    )  # fmt: skip
 
 
 def _compare_codes(reader: PartReader, tensor: OutlineTensor, measured: TensorRows) -> Outcome:
@@ -181,17 +185,23 @@ def _sums(pairs: Iterable[tuple[np.ndarray, np.ndarray]]) -> Sums:
 
 def _codes_of_checkpoint(t: CodedTensor, measured: PartRows, first_row: int) -> tuple[int, int, str]:
     """How many codes of a reference a checkpoint has, how many are damaged, and what differs."""
-    kept, weights, scales = 0, math.prod(t.shape), []
+    equal, weights, scales = 0, math.prod(t.shape), []
     for rows, other, of_other in measured.codes(first_row, first_row + t.shape[0]):
         codes, same_scales = _equal_codes(t, rows, other, of_other)
-        kept += codes
+        equal += codes
         scales.append(same_scales)
-    if kept < _CHOSEN * weights:
+    kept, damaged = _kept_and_damaged(equal, weights)
+    if not kept:
         return 0, 0, "the other has others" if scales else f"stored as {measured.type}"
-    missing = weights - kept if kept >= _DAMAGED * weights else 0
-    if not all(scales):
-        return kept, missing, "with other scales"
-    return kept, missing, "with the same scales" if kept < weights else "with other zero points"
+    same = "the same scales" if kept < weights else "other zero points"
+    return kept, damaged, f"{f'all but {damaged}, ' if damaged else ''}with {same if all(scales) else 'other scales'}"
+
+
+def _kept_and_damaged(equal: int, weights: int) -> tuple[int, int]:
+    """How many codes were kept where so many are equal, and how many of them are damaged."""
+    if equal < _CHOSEN * weights:
+        return 0, 0
+    return equal, weights - equal if equal >= _DAMAGED * weights else 0
 
 
 def _equal_codes(t: CodedTensor, rows: slice, other: CodedTensor, of_other: slice) -> tuple[int, bool]:

@@ -10,7 +10,7 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-from bridge.blocks.read import WRITTEN
+from bridge.blocks.read import READ, WRITTEN
 from bridge.checkpoint import Checkpoint, open_checkpoint
 from bridge.checkpoint.files.hub import kind_of, resolve_model
 from bridge.conversion.gguf_input.gguf_checkpoint import GgufCheckpoint, open_source
@@ -98,15 +98,11 @@ def verify(
             if not isinstance(measured, StoredModel):
                 protected = with_checkpoint(protected, measured)
             check_report(save_as, protected)
-        if not isinstance(measured, StoredModel):
-            pairs = [_of_checkpoint(measured, reference, template, target_model)]
-        else:
-            pairs = [with_gguf(measured, reference, template, target_model)]
-            if (tower := _tower(reference, measured.files[0], mmproj)) is not None:
-                pairs.append(tower)
-        pairs = [in_both(each, str(checkpoint), allow_missing) for each in pairs]
+        pairs = [
+            in_both(each, str(checkpoint), allow_missing)
+            for each in _counterparts(measured, reference, template, target_model, mmproj)
+        ]
         notes += [note for each in pairs for note in each.notes]
-        reports = _compared(reference, str(checkpoint), pairs, progress)
         predictions = None
         if content is not None:
             from bridge.conversion.writing.predictions import divergence
@@ -115,6 +111,7 @@ def verify(
             predictions = divergence(
                 model, reference, content, window, n_windows, template, target_model, text_progress
             )  # fmt: skip
+        reports = _compared(reference, str(checkpoint), pairs, progress)
     notes += [note for t in reports for note in t.notes]
     files = [file for each in pairs for file in each.measured.files]
     seconds = time.perf_counter() - started
@@ -130,7 +127,8 @@ def failures(
     """A line for each tensor that lacks codes which its type holds, or is further from the reference than allowed.
 
     max_share  of the checkpoint's own quantization noise, for tensors that came as codes; None: REQUANTIZED_LIMIT,
-               or for those that became Q8_0, the last resort for 8-bit codes, max_nmse as well
+               or max_nmse as well for those that became Q8_0, the last resort for 8-bit codes, and for those of a
+               checkpoint that is compared with the blocks of a GGUF
     max_nmse   squared error over squared weights, for tensors that came as floats
     exact      whether every weight must be the reference's instead, bit for bit once both are floats
     """
@@ -142,7 +140,8 @@ def failures(
         if f is None:
             continue
         allowed = REQUANTIZED_LIMIT if max_share is None else max_share
-        last_resort = max_share is None and t.type in WRITTEN and WRITTEN[t.type].last_resort and f.nmse <= max_nmse
+        may_be_near = t.stored in READ or (t.type in WRITTEN and WRITTEN[t.type].last_resort)
+        last_resort = max_share is None and may_be_near and f.nmse <= max_nmse
         if t.codes_missing:
             though = f"{t.type} holds them bit for bit" if t.type in WRITTEN else "all others are"
             lines.append(
@@ -176,12 +175,20 @@ def _opened(
     return file
 
 
-def _of_checkpoint(
-    measured: Checkpoint, reference: Checkpoint, template: str | Path | None, target: str | Path | None
-) -> Counterparts:
+def _counterparts(
+    measured: StoredModel | Checkpoint,
+    reference: Checkpoint,
+    template: str | Path | None,
+    target: str | Path | None,
+    mmproj: str | Path | None,
+) -> list[Counterparts]:
+    """What is compared of the model, and of a GGUF's vision tower."""
+    if isinstance(measured, StoredModel):
+        tower = _tower(reference, measured.files[0], mmproj)
+        return [with_gguf(measured, reference, template, target), *([tower] if tower is not None else [])]
     if isinstance(reference, GgufCheckpoint):
-        return with_gguf_as_reference(measured, reference, target)
-    return of_checkpoints(measured, reference, template, target)
+        return [with_gguf_as_reference(measured, reference, target)]
+    return [of_checkpoints(measured, reference, template, target)]
 
 
 def _compared(
