@@ -15,7 +15,7 @@ COMMANDS = {
     "plan": ("files.plan", "show or write what convert would do, tensor by tensor"),
     "verify": (
         "files.verify",
-        "measure a model against what it was made from, or any other of the same weights",
+        "measure how far a GGUF or a checkpoint is from another",
     ),
     "perplexity": ("use.run", "measure how well a GGUF predicts a text"),
     "bench": ("use.bench", "time products with quantized weights"),

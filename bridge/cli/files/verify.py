@@ -84,7 +84,7 @@ def run(a: argparse.Namespace) -> int:
     if failed:
         print(f"{len(failed)} of {len(report.tensors)} tensors failed (thresholds: {limits})")
     elif a.exact:
-        print("OK: every tensor is equal to the reference's, weight by weight (--exact)")
+        print("OK: every tensor is equal, weight by weight (--exact)")
     else:
         print(f"OK: every tensor is as close to the checkpoint as its limit asks ({limits})")
     return 1 if failed else 0
