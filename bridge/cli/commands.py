@@ -13,7 +13,10 @@ COMMANDS = {
     "edit": ("files.edit", "change a GGUF's metadata, chat template and names"),
     "inspect": ("files.inspect", "describe a checkpoint or a GGUF, and what convert would do"),
     "plan": ("files.plan", "show or write what convert would do, tensor by tensor"),
-    "verify": ("files.verify", "measure a GGUF against the checkpoint it was made from"),
+    "verify": (
+        "files.verify",
+        "measure how far a GGUF or a checkpoint is from another",
+    ),
     "perplexity": ("use.run", "measure how well a GGUF predicts a text"),
     "bench": ("use.bench", "time products with quantized weights"),
     "warmup": ("use.warmup", "compile the kernels that a model needs on this CPU, now"),

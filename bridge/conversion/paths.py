@@ -49,4 +49,4 @@ def files_of(*named: str | Path | None) -> list[Path]:
 def with_checkpoint(protected: ProtectedPaths, ckpt: Checkpoint) -> ProtectedPaths:
     """The protected paths with the files of a checkpoint, and its folders."""
     folders = dict.fromkeys(folder for folder in (ckpt.home, ckpt.path) if folder.is_dir())
-    return replace(protected.with_files(ckpt.files), folders=tuple(folders))
+    return replace(protected.with_files(ckpt.files), folders=(*protected.folders, *folders))

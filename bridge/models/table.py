@@ -16,7 +16,7 @@ from bridge.models.outline import Fold, Outline, OutlineTensor, Part, Stack
 
 # buffers in old checkpoints that every runtime computes itself, adapters inside of a checkpoint, and what nomic's
 # experts add to their sum
-_BUFFERS = re.compile(
+BUFFERS = re.compile(
     r"(.*\.)?(rotary_emb\.(inv_freq|cos_cached|sin_cached)|attn\.(masked_)?bias|self_attn\.bias"
     r"|parametrizations\.weight\.\d+\.lora_[AB]|mlp\.experts\.bias)$"
 )
@@ -314,7 +314,7 @@ class _Filled:
             if layers == list(range(len(layers))):
                 return f"{has}; if these are all, config.json must say {len(layers)}"
             return f"{has}, numbered {layers[0]} to {layers[-1]}"
-        unknown = {name for name in self.names - self.used if not _BUFFERS.match(name)}
+        unknown = {name for name in self.names - self.used if not BUFFERS.match(name)}
         unknown -= _all_names(self.family, self.args, "").keys()
         model = f"{self.family.arch} model"
         if not unknown:
@@ -342,7 +342,7 @@ class _Filled:
                 unused.append(name)
             elif name == f"{HEAD.source}.weight":
                 unused.append(name)  # a copy of tied embeddings
-            elif not _BUFFERS.match(name):
+            elif not BUFFERS.match(name):
                 raise self._unknown(name)
         return unused, zero_only
 

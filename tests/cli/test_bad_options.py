@@ -92,7 +92,7 @@ def test_a_checkpoint_that_is_a_file_or_not_there(model, refused, tmp_path):
 
 def test_a_gguf_that_is_none_or_cut_short(model, refused, tmp_path):
     assert "no such file" in refused("verify", tmp_path / "nowhere.gguf", model)
-    assert "is a folder" in refused("verify", model, tmp_path / "nowhere.gguf")
+    assert "no such file" in refused("verify", model, tmp_path / "nowhere.gguf")
     assert "config.json: not found" in refused("run", tmp_path, "-p", "x")  # a folder is a checkpoint
     assert "neither a GGUF file nor a type (Q2_K" in refused("bench", "Q9_K")
     whole = tmp_path / "whole.gguf"

@@ -65,6 +65,7 @@ verify checkpoint       GGUF @
 verify --config         GGUF MODEL --config @
 verify --template       GGUF MODEL --template @
 verify --target-model   GGUF MODEL --target-model @
+verify --text           GGUF MODEL --text @
 verify --report         GGUF MODEL --report @
 verify --mtp-text       GGUF MODEL --mtp-text @
 verify --mmproj         GGUF MODEL --mmproj @

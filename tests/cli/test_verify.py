@@ -7,8 +7,11 @@ import shutil
 from pathlib import Path
 
 import gguf
+import pytest
 
+import bridge
 from tests.conftest import CHECKPOINT
+from tests.support.raw import edit_raw
 
 
 def test_verify_prints_the_table_that_convert_printed(run, tmp_path):
@@ -45,3 +48,52 @@ def test_verify_fails_where_a_threshold_is_tight(run, auto):
     assert out.count("FAILED ") == 28
     out = run("verify", auto, CHECKPOINT, "--max-nmse", "1e-9", code=1)
     assert out.count("FAILED ") == 1
+
+
+@pytest.fixture
+def v2(tmp_path):
+    """The checkpoint as GPTQ v2."""
+    bridge.repack(CHECKPOINT, tmp_path / "v2", "gptq_v2")
+    return tmp_path / "v2"
+
+
+def test_two_checkpoints_have_the_same_table(run, v2):
+    out = run("verify", v2, CHECKPOINT)
+    assert re.search(r"^all that came as codes +28 +4 bits +\S+ +100% +exact +0%$", out, re.MULTILINE)
+    assert re.search(r"^\d\.\d MB gptq -> \d\.\d MB gptq_v2$", out, re.MULTILINE)
+    assert f"read {v2 / 'model.safetensors'}\n" in out
+    assert out.splitlines()[-1].startswith("OK: every tensor is as close")
+
+
+def test_exact_fails_where_a_weight_differs_at_all(run, v2, auto):
+    assert run("verify", v2, CHECKPOINT, "--exact").endswith("OK: every tensor is equal, weight by weight (--exact)\n")
+    out = run("verify", auto, CHECKPOINT, "--exact", code=1)
+    assert re.search(
+        r"^FAILED blk\.0\.attn_q\.weight: is not equal: weights differ by up to \S+, NMSE \S+$", out, re.MULTILINE
+    )
+    assert out.endswith(" of 46 tensors failed (thresholds: --exact)\n")
+
+    def damage(tensors):
+        entry, data = tensors["model.norm.weight"]
+        tensors["model.norm.weight"] = entry, bytes([data[0] ^ 1]) + data[1:]
+
+    edit_raw(v2 / "model.safetensors", damage)
+    assert "OK: every tensor" in run("verify", v2, CHECKPOINT)
+    out = run("verify", v2, CHECKPOINT, "--exact", code=1)
+    assert [line.split(":")[0] for line in out.splitlines() if "FAILED" in line] == ["FAILED output_norm.weight"]
+
+
+def test_a_text_is_predicted_by_both(run, v2, auto, tmp_path):
+    (tmp_path / "text.txt").write_text("KING RICHARD: Once upon a time. " * 40)
+    text = ["--text", tmp_path / "text.txt", "--windows", "2", "--length", "32"]
+    out = run("verify", v2, CHECKPOINT, *text)
+    assert "30 predictions in 2 windows of 32 tokens: KL divergence from the reference 0.000000 +- 0.000000 nats" in out
+    out = run("verify", auto, CHECKPOINT, *text)
+    divergence = re.search(r"reference (\S+) \+- (\S+) nats a token, same top token (\S+)%, perplexity", out)
+    assert divergence is not None
+    assert 0 <= float(divergence[1]) < 1e-3
+
+
+def test_a_report_replaces_no_file_of_either_checkpoint(refused, v2):
+    for folder in (v2, CHECKPOINT):
+        assert "is in the checkpoint's folder" in refused("verify", v2, CHECKPOINT, "--report", folder / "new.json")

@@ -470,3 +470,32 @@ def test_metadata_of_experts_that_do_not_fit_is_refused(checkpoint, tmp_path):
     keys = {**file.metadata, "qwen3moe.expert_count": 6}
     with pytest.raises(BridgeError, match=r"ffn_down_exps.weight: shape \[5, 256, 256\], the metadata says \[6, 256"):
         read_weights(file, read_config(keys, file.path))
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3moe"])
+def test_verify_compares_experts_in_stacks_with_experts_by_themselves(kind, model, checkpoint, tmp_path):
+    """Of floats, of MLX and of a GGUF."""
+    fused = model(kind, original_format=False)
+    assert failures(verify(fused, model(kind)), exact=True) == failures(verify(model(kind), fused), exact=True) == []
+    folder, _, stored = checkpoint(kind, sym=True)
+    path = tmp_path / "m.gguf"
+    bridge.convert(folder, path)
+    bridge.export(path, tmp_path / "mlx", "mlx", config=folder)
+    stacks = {name for name in load_file(tmp_path / "mlx" / "model.safetensors") if ".switch_mlp." in name}
+    assert len(stacks) == 2 * 3 * 3
+    report = verify(tmp_path / "mlx", folder)
+    assert failures(report) == []
+    total = report.total()
+    assert total is not None
+    assert total.kept == total.weights
+    assert failures(verify(tmp_path / "mlx", path)) == []
+    damaged = copied(folder, tmp_path / "damaged")
+    tensors = load_file(damaged / "model.safetensors")
+    name = next(
+        name for name in stored if ".1." in name and ".experts.2." in name and name.endswith(("w2", "down_proj"))
+    )
+    tensors[f"{name}.qweight"][0, 0] ^= 1
+    save_file(tensors, damaged / "model.safetensors", {"format": "pt"})
+    for reference in (folder, tmp_path / "mlx", path):
+        [line] = failures(verify(damaged, reference))
+        assert line.startswith("blk.1.ffn_down_exps.weight: ")

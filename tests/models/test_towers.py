@@ -7,6 +7,7 @@ every tensor with its shape, type and a checksum of its bytes. `tests.support.ma
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,12 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 import bridge
 from bridge.cli import main
 from bridge.conversion.converter import plan_checkpoint
+from bridge.conversion.writing.verify import failures
 from bridge.errors import BridgeError
 from bridge.models.towers import ALL
 from tests.conftest import CHECKPOINT
@@ -260,6 +262,46 @@ def test_verify_compares_the_tower_that_lies_beside(tmp_path: Path, capsys: pyte
     assert "FAILED v.blk.0.ffn_up.weight" in capsys.readouterr().out
     with pytest.raises(BridgeError, match=r"moved.gguf: is a vision tower's, and .* has none that is known"):
         bridge.verify(converted_text(tmp_path), CHECKPOINT, mmproj=tower)
+
+
+def test_verify_compares_the_towers_of_two_checkpoints_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Under today's names of the parts too; one that was lost is an error, or a note."""
+    first = write_checkpoint(golden_of("gemma3"), tmp_path / "first")
+    second = write_checkpoint(golden_of("gemma3"), tmp_path / "second")
+    tensors = load_file(second / "model.safetensors")
+    assert {name.partition(".")[0] for name in tensors} == {"language_model", "vision_tower", "multi_modal_projector"}
+    new = {
+        f"model.{name}".replace("model.language_model.model.", "model.language_model."): tensors[name]
+        for name in tensors
+    }
+    save_file(new, second / "model.safetensors")
+    report = bridge.verify(second, first)
+    assert len(report.tensors) == len(tensors)
+    assert failures(report, exact=True) == []
+    [note] = [note for note in report.notes if note.startswith("compared by the checkpoints' names")]
+    assert "multi_modal_projector.mm_input_projection_weight" in note
+    name = "model.vision_tower.vision_model.encoder.layers.0.mlp.fc1.weight"
+    new[name][1, 2] += 1
+    save_file(new, second / "model.safetensors")
+    [line] = failures(bridge.verify(second, first))
+    assert line.startswith(f"{name.removeprefix('model.')}: NMSE ")
+    save_file(
+        {name: values for name, values in new.items() if "vision_tower" not in name}, second / "model.safetensors"
+    )
+    assert main(["verify", str(second), str(first)]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert re.search(
+        r"second: vision_tower\.\S+, \S+, \S+ and \d+ more of \S+first are missing\. --allow-missing", error
+    )
+    assert main(["verify", str(second), str(first), "--allow-missing", "--exact"]) == 0
+    assert "note: not compared: vision_tower." in capsys.readouterr().out
+    bridge.convert(first, tmp_path / "m.gguf", mmproj_type="none", type="F32")
+    assert any(
+        "the GGUF has no place for multi_modal" in note for note in bridge.verify(first, tmp_path / "m.gguf").notes
+    )
 
 
 def converted_text(folder: Path) -> Path:

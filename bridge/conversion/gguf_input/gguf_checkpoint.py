@@ -62,6 +62,7 @@ class _GgufStore(Store):
 class GgufCheckpoint(Checkpoint):
     """An opened GGUF.
 
+    model        the file as it is stored
     outline      its own metadata and tensors
     home         folder with config.json and tokenizer; empty where nothing needs them
     temporaries  closed with it
@@ -79,19 +80,20 @@ class GgufCheckpoint(Checkpoint):
         temporaries: ExitStack,
     ) -> None:
         super().__init__(model.files[0], config, QuantConfig(), _GgufStore(model, sources), home)
+        self.tensors, self.notes = dict(self.store.tensors), []  # NVFP4's scales of inputs are tensors like others
         metadata = copied_metadata(model.metadata)
         self.outline = Outline(metadata, tensors, stop=stop_texts(metadata))
         self.format = "GGUF"
-        self._model, self._temporaries = model, temporaries
+        self.model, self._temporaries = model, temporaries
 
     @property
     def quantized(self) -> bool:
         """Whether it has tensors in block types."""
-        return any(tensor.type not in UNQUANTIZED for tensor in self._model.tensors.values())
+        return any(tensor.type not in UNQUANTIZED for tensor in self.model.tensors.values())
 
     def copied(self, name: str, type: str, shape: tuple[int, ...]) -> np.ndarray:
         """uint8: a tensor's bytes, by its GGUF name. Raises BridgeError if its type or shape differs, or it has NaN."""
-        stored = self._model.tensors.get(name)
+        stored = self.model.tensors.get(name)
         if stored is None or (stored.type, stored.shape) != (type, shape):
             raise BridgeError(f"{self.path}: has no {type} {name} of {list(shape)}; the plan is of another GGUF")
         data = stored.read(0, stored.raw.size)
@@ -101,7 +103,7 @@ class GgufCheckpoint(Checkpoint):
 
     def blocks(self, name: str, type: str, shape: tuple[int, ...]) -> np.ndarray | None:
         """uint8 [rows, row bytes] of a tensor, by its GGUF name; None if its type or shape differs. Thread-safe."""
-        stored = self._model.tensors.get(name)
+        stored = self.model.tensors.get(name)
         if stored is None or (stored.type, stored.shape) != (type, shape):
             return None
         return stored.raw.reshape(math.prod(shape[:-1]), -1)

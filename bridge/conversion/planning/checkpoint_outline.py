@@ -30,13 +30,14 @@ _EMBEDDINGS = re.compile(r"(\w+\.)?(embed_tokens|wte|embeddings)\.weight")  # of
 
 def outline_of(
     ckpt: Checkpoint, pre: str | None = None, template: str | Path | None = None, no_mtp: bool = False,
-    target: str | Path | None = None,
+    target: str | Path | None = None, undo_act_order: bool = True,
 ) -> Outline:  # fmt: skip
     """A checkpoint's outline, by its family or a template; a GGUF's own.
 
     pre     overrides the recognition of the pre-tokenizer
     no_mtp  whether layers that predict further tokens are left out
     target  as `describe_model` takes it
+    undo_act_order  whether rows and columns are permuted as `without_act_order` does
 
     Raises BridgeError where the family is unknown, the checkpoint incomplete, or a bias has no place in llama.cpp.
     """
@@ -66,7 +67,8 @@ def outline_of(
     reader.check(outline.tensors)
     for part in (part for tensor in outline.tensors for part in tensor.parts if part.change == "targets"):
         _check_targets(reader.targets(part), part.source, number(outline.metadata, "vocab_size"))
-    outline.tensors = _folded(ckpt, outline)
+    if undo_act_order:
+        outline.tensors = without_act_order(ckpt, outline)
     return outline
 
 
@@ -160,7 +162,7 @@ def _weight(ckpt: Checkpoint, name: str) -> _Weight | None:
     return _Weight(info.shape, lambda start, stop: ckpt.read_float(info.name, (start, stop)))
 
 
-def _folded(ckpt: Checkpoint, outline: Outline) -> list[OutlineTensor]:
+def without_act_order(ckpt: Checkpoint, outline: Outline) -> list[OutlineTensor]:
     """The tensors with act-order undone where it can be: a consumer's columns and its producers' rows permuted."""
     widths = {part.module: part.shape[-1] for t in outline.tensors for part in t.parts}
     heights = {part.module: (part.stored or part.shape)[0] for t in outline.tensors for part in t.parts}

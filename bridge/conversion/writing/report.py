@@ -22,6 +22,7 @@ from bridge.system.text import align, note_lines, percent, printable, size_text,
 if TYPE_CHECKING:
     from bridge.encode.carrying.carry import Fidelity
     from bridge.models.outline import ModelTensor
+    from bridge.runtime.replies.perplexity import Perplexity
 
 CARRIED = "codes carried"
 PARTLY = "codes carried in part"
@@ -43,6 +44,7 @@ class Outcome:
     notes: list[str] = field(default_factory=list)
     codes_missing: int = 0  # found by verify: codes that are not in the file, though its type holds them bit for bit
     stored: str | None = None  # dtype of a tensor of floats in the checkpoint, or type in a GGUF: "BF16"
+    largest_difference: float | None = None  # of a weight, found by verify
 
 
 @dataclass(kw_only=True)
@@ -134,12 +136,18 @@ _LOST = 0.9  # NMSE: more than any type's rounding costs
 
 @dataclass(repr=False)
 class Report(CommandReport):
-    """The whole file. `seconds` is the time that it took, `compile_seconds` what of it went into kernels."""
+    """The whole file. `seconds` is the time that it took, `compile_seconds` what of it went into kernels.
+
+    output_format  of what was written, or what `verify` measured
+    predictions    how `verify` found a text to be predicted, with the divergence from the reference
+    """
 
     checkpoint: str
     checkpoint_format: str
     tensors: list[TensorReport]
     source_bytes: int
+    output_format: str = "GGUF"
+    predictions: Perplexity | None = None
 
     def _about(self) -> str:
         return f"{len(self.tensors)} tensors of {self.checkpoint_format}, {self.bpw():.2f} bits a weight"
@@ -151,7 +159,7 @@ class Report(CommandReport):
 
     @property
     def output_bytes(self) -> int:
-        """Size of the GGUF's files on disk."""
+        """Size of the files on disk."""
         return sum(p.stat().st_size for p in self.outputs)
 
     def total(self, outcomes: Iterable[str] = CODED) -> Fidelity | None:
@@ -170,6 +178,8 @@ class Report(CommandReport):
             "compile_seconds": round(self.compile_seconds, 3), "notes": self.notes,
             "tensors": [t.as_dict() for t in self.tensors],
         }  # fmt: skip
+        if self.predictions:
+            record["predictions"] = asdict(self.predictions)
         if self.blocks:
             record["blocks"] = self.blocks
         return record
@@ -214,6 +224,13 @@ class Report(CommandReport):
             trellis = self.checkpoint_format.startswith(("QTIP", "EXL3"))
             whose = "coding error on Gaussian weights" if trellis else "rounding error (s^2/12 per weight)"
             lines.append(f"source noise: added error as a share of the checkpoint's own {whose}")
+        if self.predictions is not None and (found := self.predictions.divergence) is not None:
+            p = self.predictions
+            lines.append(
+                f"{p.tokens} predictions in {p.windows} windows of {p.window} tokens: KL divergence from the reference "
+                f"{found.mean:.6f} +- {found.mean_error:.6f} nats a token, same top token {found.same_top:.3%}, "
+                f"perplexity {p.perplexity:.4f}, the reference's {found.reference_perplexity:.4f}"
+            )
         if any(t.outcome == CALIBRATED for t in self.tensors):
             lines.append(
                 "calibrated: least error in the layers' outputs on the text; the weights' own NMSE rises for that"
@@ -237,7 +254,8 @@ class Report(CommandReport):
 
     def _size(self, timed: bool) -> str:
         """Sizes of source and outputs; with the speed of writing if `timed`."""
-        sizes = f"{size_text(self.source_bytes)} {self.checkpoint_format} -> {size_text(self.output_bytes)} GGUF"
+        source = f"{size_text(self.source_bytes)} {self.checkpoint_format}"
+        sizes = f"{source} -> {size_text(self.output_bytes)} {self.output_format}"
         if not timed:
             return sizes
         seconds = max(self.seconds - self.compile_seconds, 1e-9)

@@ -60,6 +60,9 @@ def perplexity(
     windows = cut_windows(model, text, window, n_windows)
     if reference is not None and cut_windows(reference, text, window, n_windows) != windows:
         raise BridgeError(f"{reference.path}: its tokens differ from those of {model.path}; use another reference")
+    if reference is not None and reference.vocab != model.vocab:
+        sizes = f"has {reference.vocab} tokens, {model.path} {model.vocab}"
+        raise BridgeError(f"{reference.path}: {sizes}; use another reference")
     losses: list[np.ndarray] = []
     compared: list[tuple[np.ndarray, ...]] = []
     if progress:
