@@ -167,6 +167,21 @@ class GroupedTensor(CodedTensor):
         group = self.groups()
         return self.scales[rows][:, group] * (self.codes[rows].astype(np.float32) - self.zeros[rows][:, group])
 
+    def code_ranges(self) -> tuple[np.ndarray, np.ndarray]:
+        """uint8 [out, G]: the least and the greatest code of each group; 255 and 0 of one without columns."""
+        out, columns = self.codes.shape
+        if self.sequential and columns == self.scales.shape[1] * self.group_size:
+            codes = self.codes.reshape(out, -1, self.group_size)
+            return codes.min(axis=2), codes.max(axis=2)
+        groups = self.groups()
+        order = np.argsort(groups, kind="stable")
+        used, starts = np.unique(groups[order], return_index=True)
+        codes = self.codes[:, order]
+        low, high = np.full(self.scales.shape, 255, np.uint8), np.zeros(self.scales.shape, np.uint8)
+        low[:, used] = np.minimum.reduceat(codes, starts, axis=1)
+        high[:, used] = np.maximum.reduceat(codes, starts, axis=1)
+        return low, high
+
     def half_products(self) -> np.ndarray:
         """float16 [out, G]: -scale * zero point, added to scaled codes. Infinite where a half cannot hold it."""
         with np.errstate(over="ignore"):

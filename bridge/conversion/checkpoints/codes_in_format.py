@@ -78,7 +78,8 @@ def _in_bits(tensor: GroupedTensor, least: int, bits: tuple[int, ...]) -> Groupe
 
     Each group moves by itself: to the middle if all groups can be there, else as little as it can.
     """
-    low, high = _range_of_codes(tensor)
+    low, high = (codes.astype(np.float32) for codes in tensor.code_ranges())
+    low = np.minimum(low, high)  # of a group without columns, where it does not matter
     for width in bits:
         top = (1 << width) - 1
         down = np.maximum(-low, least - tensor.zeros)
@@ -93,19 +94,6 @@ def _in_bits(tensor: GroupedTensor, least: int, bits: tuple[int, ...]) -> Groupe
             codes = (codes + shifts.astype(np.int16)[:, tensor.groups()]).astype(np.uint8)
         return replace(tensor, bits=width, codes=codes, zeros=tensor.zeros + shifts, ternary=False)
     return None
-
-
-def _range_of_codes(tensor: GroupedTensor) -> tuple[np.ndarray, np.ndarray]:
-    """float32 [out, G]: the least and the greatest code of each group; of a group without columns, its zero point."""
-    groups, count = tensor.groups(), tensor.scales.shape[1]
-    order = np.argsort(groups, kind="stable")
-    codes = tensor.codes if tensor.sequential else np.ascontiguousarray(tensor.codes[:, order])
-    used, starts = np.unique(groups[order], return_index=True)
-    low, high = tensor.zeros.astype(np.float32), tensor.zeros.astype(np.float32)
-    low[:, used] = np.minimum.reduceat(codes, starts, axis=1)
-    high[:, used] = np.maximum.reduceat(codes, starts, axis=1)
-    assert count == low.shape[1]
-    return low, high
 
 
 def as_integers(tensor: Fp4Tensor) -> GroupedTensor:

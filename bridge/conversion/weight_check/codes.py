@@ -70,22 +70,10 @@ class CodeCounts:
 
 def count_codes(t: GroupedTensor) -> CodeCounts:
     """The counts of a module."""
-    out, columns = t.codes.shape
-    codes, group = t.codes, t.groups()
-    sizes = np.bincount(group, minlength=t.scales.shape[1])
-    if t.sequential and columns == t.scales.shape[1] * t.group_size:
-        grouped = codes.reshape(out, -1, t.group_size)
-        low, high = grouped.min(axis=2), grouped.max(axis=2)
-    else:
-        order = np.argsort(group, kind="stable")
-        used = np.flatnonzero(sizes)
-        starts = np.searchsorted(group[order], used)
-        ordered = codes[:, order]
-        low, high = np.full(t.scales.shape, 255, np.uint8), np.zeros(t.scales.shape, np.uint8)
-        low[:, used] = np.minimum.reduceat(ordered, starts, axis=1)
-        high[:, used] = np.maximum.reduceat(ordered, starts, axis=1)
-    step = max(1, codes.size // _SAMPLE)
-    levels = np.bincount(codes[::step].reshape(-1), minlength=2**t.bits)
+    low, high = t.code_ranges()
+    sizes = np.bincount(t.groups(), minlength=t.scales.shape[1])
+    step = max(1, t.codes.size // _SAMPLE)
+    levels = np.bincount(t.codes[::step].reshape(-1), minlength=2**t.bits)
     return CodeCounts(low, high, sizes, levels, step)
 
 
