@@ -128,7 +128,7 @@ class CheckpointWriter:
         if name not in self._todo:
             raise BridgeError(f"{name}: is not a layer to be quantized, or was added twice")
         layer, (out, columns) = self._layers[name], self._shapes[name]
-        begin, rows, count = first or 0, out if first is None else len(tensor.scales), tensor.scales.shape[1]
+        begin, rows, count = first or 0, out if first is None else tensor.shape[0], tensor.scales.shape[1]
         announced = layer.kind, layer.bits, (rows, columns), layer.count(columns)
         if (tensor.kind, tensor.bits, tensor.shape, count) != announced:
             raise BridgeError(

@@ -6,7 +6,8 @@ they are stored.
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from functools import lru_cache, partial
+from dataclasses import replace
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from bridge.checkpoint import Checkpoint, TensorInfo
 from bridge.checkpoint.files.dtypes import NUMPY, from_float32, not_finite
 from bridge.checkpoint.formats.fp8 import FLOAT8
 from bridge.checkpoint.formats.written import WrittenFormat
-from bridge.checkpoint.grouped import CodedTensor
+from bridge.checkpoint.grouped import CodedTensor, PackedTensor
 from bridge.checkpoint.labels.detect_format import QUANT_CONFIGS
 from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.checkpoint.tensor_names import layer_of
@@ -79,7 +80,8 @@ class CheckpointSource:
             elif self._ckpt.tensors[name].dtype in FLOAT8 and name != module and len(info.shape) == 2:
                 shape = info.shape[0], info.shape[1]
                 read = partial(self._floats, name)
-                yield FloatLayer(self._written, module, self._ckpt.stored_as(name), shape, info.file, read)
+                stored = partial(self._float8, name)
+                yield FloatLayer(self._written, module, self._ckpt.stored_as(name), shape, info.file, read, stored)
 
     def type_of(self, name: str) -> str:
         """What a tensor is in the source, for the report."""
@@ -120,6 +122,25 @@ class CheckpointSource:
             return self._ckpt.read_float(name)
         start, stop, _ = rows.indices(self._ckpt.tensors[name].shape[0])
         return self._ckpt.read_float(name, (start, stop))
+
+    def _float8(self, name: str) -> PackedTensor | None:
+        """The bytes and scales of a matrix of 8-bit floats, with the scale of its activations if that has one."""
+        module = name.removesuffix(".weight")
+        tensor = None if module in self._rows else self._ckpt.read_float8(name)
+        return None if tensor is None else replace(tensor, input_scale=self._input_scales.get(module))
+
+    @cached_property
+    def _input_scales(self) -> dict[str, float]:
+        """The scales of activations of all matrices of 8-bit floats, by module; empty where one has none."""
+        scales = {}
+        for name, info in self._ckpt.tensors.items():
+            if info.dtype in FLOAT8 and info.is_matrix:
+                module = name.removesuffix(".weight")
+                inputs = self._ckpt.store.tensors.get(f"{module}.input_scale")
+                if inputs is None or not inputs.floating or inputs.size != 1:
+                    return {}
+                scales[module] = float(self._ckpt.store.read_float(inputs.name).reshape(-1)[0])
+        return scales if all(np.isfinite(scale) and scale > 0 for scale in scales.values()) else {}
 
     def _read_module(self, module: str) -> CodedTensor:
         tensor = self._ckpt.read_module(module)

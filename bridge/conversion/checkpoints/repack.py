@@ -15,6 +15,7 @@ from pathlib import Path
 from bridge.checkpoint import Checkpoint
 from bridge.checkpoint.files.folder import check_folder
 from bridge.checkpoint.files.hub import kind_of, open_by_name
+from bridge.checkpoint.formats.module_reader import scales_activations
 from bridge.checkpoint.formats.registry import FORMATS
 from bridge.checkpoint.formats.written import WrittenFormat
 from bridge.checkpoint.repack import FORMATS as ZERO_POINT_FORMATS
@@ -79,7 +80,8 @@ def repack(
     out       the folder to write
     format    as `export` has it; None: GPTQ's own, v1 or v2, with labels that are true. From GPTQ to "gptq" or
               "gptq_v2" zero points alone are rewritten, and everything else is copied byte for byte
-    bits      that layers have at most, as in `export`; 8-bit floats are rounded to them too, which are floats otherwise
+    bits      that layers have at most, as in `export`; 8-bit floats that the format lacks are rounded to them too, which
+              are floats otherwise
     config    folder with config.json and tokenizer, if the source has none
     dtype     of floats: "F16", "BF16" or "F32"; None: as the source has them, and the model's for layers that become
               floats. In MLX BF16 becomes F16, as its scales are
@@ -118,7 +120,8 @@ def repack(
         check_folder(ckpt, path, force, files_of(*(calibrate.files if calibrate else [])))
         floats = CheckpointSource(ckpt, written, dtype, _folds(ckpt, written))
         reports = {name: ExportedTensor(name, floats.type_of(name), AS_FLOATS) for name in floats.tensors}
-        notes, stored, plan = [*ckpt.notes], None, None
+        notes = [note for note in ckpt.notes if note not in ckpt.on_activations]
+        stored, plan = None, None
         if written is not None:
             plan = CheckpointPlan(floats.layers(), written, bits, str(ckpt.config.get("model_type")))
             floats.config = written.config(floats.config)
@@ -128,6 +131,7 @@ def repack(
                 stored, more = calibrated(ckpt, path, plan, calibrate, force)
                 notes += more
             notes += plan.notes()
+        notes += _left_out_scales(ckpt, plan)
         with CheckpointWriter(
             floats, path, format if plan else None,
             {module: layer.groups for module, layer in plan.layers.items()} if plan else {},
@@ -154,6 +158,17 @@ def _folds(ckpt: Checkpoint, written: WrittenFormat | None) -> list[Fold]:
         return outline_of(ckpt, "default").folds
     except BridgeError:
         return []
+
+
+def _left_out_scales(ckpt: Checkpoint, plan: CheckpointPlan | None) -> list[str]:
+    """A note on the scales of activations and of the key-value cache that the new checkpoint lacks."""
+    kept = {f"{module}.input_scale" for module, layer in plan.layers.items() if layer.groups.static} if plan else set()
+    owned = ckpt.reader.owned() if ckpt.reader else set()
+    lost = Counter(
+        name.rpartition(".")[2] for name in ckpt.store.tensors if scales_activations(name) and name not in owned | kept
+    )
+    parts = ", ".join(f"{count} {part}" for part, count in sorted(lost.items()))
+    return [f"scales of activations and of the key-value cache are left out: {parts}"] if parts else []
 
 
 def _no_layers(ckpt: Checkpoint, written: WrittenFormat, bits: int | None) -> BridgeError:
