@@ -80,8 +80,8 @@ def repack(
     out       the folder to write
     format    as `export` has it; None: GPTQ's own, v1 or v2, with labels that are true. From GPTQ to "gptq" or
               "gptq_v2" zero points alone are rewritten, and everything else is copied byte for byte
-    bits      that layers have at most, as in `export`; 8-bit floats that the format lacks are rounded to them too, which
-              are floats otherwise
+    bits      that layers have at most, as in `export`; 8-bit floats that the format lacks are rounded to them too,
+              and are floats otherwise
     config    folder with config.json and tokenizer, if the source has none
     dtype     of floats: "F16", "BF16" or "F32"; None: as the source has them, and the model's for layers that become
               floats. In MLX BF16 becomes F16, as its scales are
