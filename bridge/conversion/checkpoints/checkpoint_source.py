@@ -1,11 +1,12 @@
 """A quantized checkpoint as the float model that another is written of: its layers are matrices of floats.
 
-Names are those that the reader gives its modules: of stacks of experts, one for each expert. All other tensors are as
-they are stored.
+Names are those that the reader gives its modules, of stacks of experts one for each, or those of the family's
+checkpoints, see `family_names`. All other tensors are as they are stored.
 """
 
+import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property, lru_cache, partial
 from typing import Any
@@ -21,6 +22,7 @@ from bridge.checkpoint.labels.detect_format import QUANT_CONFIGS
 from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.checkpoint.tensor_names import layer_of
 from bridge.conversion.checkpoints.coded_layer import CodedLayer, FloatLayer
+from bridge.conversion.checkpoints.family_names import AssembledLayers
 from bridge.conversion.checkpoints.layer_plan import Layer
 from bridge.models.outline import Fold
 
@@ -37,11 +39,13 @@ class CheckpointSource:
     dtype    of all floats in the new checkpoint: F16, BF16 or F32; None: layers that become floats have the model's,
              and others keep theirs, but BF16 becomes F16 in a format that has no other
     folds    where the act-order of a layer is undone by permuting its columns, and rows of others
+    assembled  tensors that are put together of layers
     """
 
     def __init__(
-        self, ckpt: Checkpoint, written: WrittenFormat | None, dtype: str | None = None, folds: Iterable[Fold] = ()
-    ) -> None:
+        self, ckpt: Checkpoint, written: WrittenFormat | None, dtype: str | None = None, folds: Iterable[Fold] = (),
+        assembled: Mapping[str, AssembledLayers] | None = None,
+    ) -> None:  # fmt: skip
         self.path, self.home, self.format = ckpt.path, ckpt.home, ckpt.format
         self.quant = QuantConfig()
         self.config: dict[str, Any] = {key: value for key, value in ckpt.config.items() if key not in _LABELS}
@@ -51,15 +55,23 @@ class CheckpointSource:
         self.notes: list[str] = []
         self._module = lru_cache(2)(self._read_module)  # it is read for its plan, to be packed, and to be compared
         of_layers = dtype or (written and written.dtype) or self._model_dtype()
-        self._modules = {f"{module}.weight": module for module in ckpt.modules}
+        self._assembled = dict(assembled or {})
+        parts = {name for layers in self._assembled.values() for name in layers.sources}
+        self._modules = {f"{m}.weight": m for m in ckpt.modules if f"{m}.weight" not in parts}
         self.tensors = {
             name: TensorInfo(name, of_layers, shape, shape[0] * shape[1] * NUMPY[of_layers].itemsize, info.file)
             for name, module in self._modules.items()
             for info, shape in [(ckpt.modules[module], ckpt.modules[module].shape)]
         }
         for name, info in ckpt.tensors.items():
+            if name in parts:
+                continue
             kind = of_layers if info.dtype in FLOAT8 else self._stored_dtype(info)
             self.tensors[name] = TensorInfo(name, kind, info.shape, info.size * NUMPY[kind].itemsize, info.file)
+
+        for name, layers in self._assembled.items():
+            nbytes = math.prod(layers.shape) * NUMPY[of_layers].itemsize
+            self.tensors[name] = TensorInfo(name, of_layers, layers.shape, nbytes, ckpt.path)
 
     @property
     def store(self) -> "CheckpointSource":
@@ -70,7 +82,7 @@ class CheckpointSource:
         assert self._written is not None
         for name, info in self.tensors.items():
             module = name.removesuffix(".weight")
-            if not self._holds(module):
+            if name in self._assembled or not self._holds(module):
                 continue
             if name in self._modules:
                 shape = self._ckpt.modules[module].shape
@@ -85,7 +97,10 @@ class CheckpointSource:
 
     def type_of(self, name: str) -> str:
         """What a tensor is in the source, for the report."""
-        return self._type(self._modules[name]) if name in self._modules else self._ckpt.stored_as(name)
+        if name in self._assembled:
+            name = min(self._assembled[name].sources)
+        module = name.removesuffix(".weight")
+        return self._type(module) if module in self._ckpt.modules else self._ckpt.stored_as(name)
 
     def _type(self, module: str) -> str:
         return f"{self.format} {self._ckpt.modules[module].bits} bits"
@@ -103,7 +118,9 @@ class CheckpointSource:
         Raises BridgeError if a value is not finite, or not in it.
         """
         dtype, run = self.tensors[name].dtype, slice(*(rows or (None,)))
-        if name in self._modules:
+        if name in self._assembled:
+            values = self._assembled[name].floats(run)
+        elif name in self._modules:
             values = self._module(self._modules[name]).dequantize(run)
         elif dtype == self._ckpt.tensors[name].dtype and name.rpartition(".")[0] not in self._rows:
             return self._ckpt.store.read(name, rows)

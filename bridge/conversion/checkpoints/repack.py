@@ -23,6 +23,7 @@ from bridge.checkpoint.repack import Rewritten, is_rewritten, rewrite_zero_point
 from bridge.checkpoint.write.writer import CheckpointWriter
 from bridge.conversion.checkpoints.checkpoint_plan import CheckpointPlan
 from bridge.conversion.checkpoints.checkpoint_source import CheckpointSource
+from bridge.conversion.checkpoints.family_names import AssembledLayers, assembled_layers
 from bridge.conversion.checkpoints.layer_plan import AS_FLOATS
 from bridge.conversion.checkpoints.write_layers import Exported, ExportedTensor, calibrated, write_layers
 from bridge.conversion.paths import files_of
@@ -118,12 +119,15 @@ def repack(
             raise BridgeError(f"{ckpt.path}: is not quantized; `quantize` with {parameter('format')} does that")
         path = expanded(out)
         check_folder(ckpt, path, force, files_of(*(calibrate.files if calibrate else [])))
-        floats = CheckpointSource(ckpt, written, dtype, _folds(ckpt, written))
+        folds, assembled, notes = _of_family(ckpt, written)
+        floats = CheckpointSource(ckpt, written, dtype, folds, assembled)
         reports = {name: ExportedTensor(name, floats.type_of(name), AS_FLOATS) for name in floats.tensors}
-        notes = [note for note in ckpt.notes if note not in ckpt.on_activations]
+        notes = [*(note for note in ckpt.notes if note not in ckpt.on_activations), *notes]
         stored, plan = None, None
         if written is not None:
-            plan = CheckpointPlan(floats.layers(), written, bits, str(ckpt.config.get("model_type")))
+            plan = CheckpointPlan(
+                floats.layers(), written, bits, str(ckpt.config.get("model_type")), float_stacks=len(assembled)
+            )
             floats.config = written.config(floats.config)
             if not plan.layers:
                 raise _no_layers(ckpt, written, bits)
@@ -150,14 +154,20 @@ def repack(
     )  # fmt: skip
 
 
-def _folds(ckpt: Checkpoint, written: WrittenFormat | None) -> list[Fold]:
-    """Where act-order that the format lacks can be undone; nothing in models of unknown families."""
-    if written is None or written.act_order or all(ckpt.group_order(module) is None for module in ckpt.modules):
-        return []
+def _of_family(
+    ckpt: Checkpoint, written: WrittenFormat | None
+) -> tuple[list[Fold], dict[str, AssembledLayers], list[str]]:
+    """Where act-order that the format lacks can be undone, the tensors that are put together of layers, and a note
+    where that is not known."""
     try:
-        return outline_of(ckpt, "default").folds
-    except BridgeError:
-        return []
+        outline = outline_of(ckpt, "default")
+        assembled = assembled_layers(ckpt, outline, written is not None)
+    except BridgeError as error:
+        names = (*ckpt.modules, *ckpt.tensors)
+        why = f"the names of experts are those that they have here, one by one: {error}"
+        return [], {}, [why] if any(".experts." in name for name in names) else []
+    ordered = written is not None and not written.act_order
+    return outline.folds if ordered else [], assembled, []
 
 
 def _left_out_scales(ckpt: Checkpoint, plan: CheckpointPlan | None) -> list[str]:
