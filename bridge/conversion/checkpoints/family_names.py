@@ -15,6 +15,7 @@ from bridge.conversion.planning.part_reader import PartReader
 from bridge.models import tensors_of_gguf
 from bridge.models.outline import Outline, OutlineTensor, Part
 from bridge.models.restored import restored, shape_of
+from bridge.models.wrapper import named_like
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,8 @@ def assembled_layers(ckpt: Checkpoint, outline: Outline, quantized: bool) -> dic
         if tensor is None or any(part.module in stored for part in tensor.parts):
             continue
         if _is_renamed(ckpt, tensor, there):
-            for pair in zip(there.parts, tensor.parts, strict=True):
-                pieces.setdefault(pair[0].source, []).append(pair)
+            for part, source in zip(there.parts, tensor.parts, strict=True):
+                pieces.setdefault(named_like(part.source, source.source), []).append((part, source))
     return {name: AssembledLayers(ckpt, tuple(pairs)) for name, pairs in pieces.items()}
 
 

@@ -130,7 +130,7 @@ def repack(
             )
             floats.config = written.config(floats.config)
             if not plan.layers:
-                raise _no_layers(ckpt, written, bits)
+                raise _no_layers(ckpt, written, bool(written.bits and bits is None and plan.sources))
             if calibrate is not None:
                 stored, more = calibrated(ckpt, path, plan, calibrate, force)
                 notes += more
@@ -181,7 +181,7 @@ def _left_out_scales(ckpt: Checkpoint, plan: CheckpointPlan | None) -> list[str]
     return [f"scales of activations and of the key-value cache are left out: {parts}"] if parts else []
 
 
-def _no_layers(ckpt: Checkpoint, written: WrittenFormat, bits: int | None) -> BridgeError:
-    widest = f", or {parameter('bits', written.bits[-1])}, which rounds them" if written.bits and not bits else ""
+def _no_layers(ckpt: Checkpoint, written: WrittenFormat, roundable: bool) -> BridgeError:
+    widest = f", or {parameter('bits', written.bits[-1])}, which rounds them" if roundable else ""
     floats = parameter("format", "floats")
     return BridgeError(f"{ckpt.path}: has no layer that {written.name} holds; choose {floats}{widest}")
