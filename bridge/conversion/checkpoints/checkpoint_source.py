@@ -27,7 +27,7 @@ from bridge.conversion.checkpoints.layer_plan import Layer
 from bridge.models.outline import Fold
 
 _DTYPES = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}  # as config.json has them
-_LABELS = frozenset({"quantization_config", "quantization", "compression_config"})  # of config.json
+_LABELS = frozenset({"quantization_config", "quantization", "compression_config", "quip_params"})  # of config.json
 _HEAD = "lm_head"
 
 

@@ -91,6 +91,14 @@ class CodedLayer(Layer):
         size = groups.group_size if groups.group_size > 0 else self.shape[1]
         return replace(in_groups_of(coded, size), name=self.module, bias=None)
 
+    def _values(self, tensor: GroupedTensor, rows: slice) -> np.ndarray:
+        if self.written.zeros != "products":
+            return super()._values(tensor, rows)
+        products = tensor.half_products()[rows].astype(np.float32)  # as its reader computes with them
+        scales = tensor.scales[rows]
+        zeros = np.divide(-products, scales, out=np.zeros_like(scales), where=scales != 0)
+        return replace(tensor, codes=tensor.codes[rows], scales=scales, zeros=zeros).dequantize()
+
     def _changes_scales(self) -> bool:
         return True
 
