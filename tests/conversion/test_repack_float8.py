@@ -39,9 +39,9 @@ def write_modelopt(folder: Path, model: Path, inputs: Callable[[str], bool] = la
     save_float8(folder)
 
 
-def write_modelopt_mxfp8(folder: Path, model: Path) -> None:
+def write_modelopt_mxfp8(folder: Path, model: Path, chosen: Callable[[str], object] = LINEAR.match) -> None:
     def quantized(name: str, weight: np.ndarray) -> dict[str, np.ndarray] | None:
-        return mxfp8_tensors(name, weight)[0] if LINEAR.match(name) else None
+        return mxfp8_tensors(name, weight)[0] if chosen(name) else None
 
     write_model(folder, model, quantized, {"quant_method": "modelopt", "quant_algo": "MXFP8"}, None, 1)
 
@@ -267,3 +267,18 @@ def test_8_bit_floats_that_are_nan_are_refused(tmp_path):
 def test_8_bit_floats_are_no_format_of_an_export(tmp_path):
     with pytest.raises(BridgeError, match="unknown format='fp8': choose floats, gptq"):
         bridge.export(tmp_path / "model.gguf", tmp_path / "out", "fp8")
+
+
+def test_experts_of_8_bit_floats_are_stacks_in_mlx_and_come_back_as_layers(tmp_path):
+    sizes = {"num_hidden_layers": 1, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    floats_of = save_model(tmp_path / "model", "Qwen3MoeConfig", head_dim=64, **sizes)
+    write_modelopt_mxfp8(tmp_path / "in", floats_of, lambda name: "_proj" in name)
+    bridge.repack(tmp_path / "in", tmp_path / "mlx", "mlx")
+    with open_checkpoint(tmp_path / "mlx") as ckpt:
+        stack = ckpt.store.tensors["model.layers.0.mlp.switch_mlp.down_proj.weight"]
+        assert (stack.dtype, stack.shape) == ("U32", (4, 256, 16))
+    bridge.repack(tmp_path / "mlx", tmp_path / "back", "modelopt")
+    before, there, back = (floats(tmp_path / name) for name in ("in", "mlx", "back"))
+    assert before.keys() == there.keys() == back.keys()
+    assert len(before) == 16
+    assert all(np.array_equal(there[name], x) and np.array_equal(back[name], x) for name, x in before.items())
