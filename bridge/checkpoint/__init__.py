@@ -20,12 +20,12 @@ import numpy as np
 
 from bridge.checkpoint.files.store import Store, TensorInfo
 from bridge.checkpoint.files.weight_files import config_folder, open_store
-from bridge.checkpoint.formats.fp8 import FLOAT8
+from bridge.checkpoint.formats.fp8 import FLOAT8, ScaledFloats
 from bridge.checkpoint.formats.lattice import Lattice, find_lattice
 from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, in_words, scales_activations
 from bridge.checkpoint.formats.registry import READERS
 from bridge.checkpoint.formats.trellis_coded import TrellisReader
-from bridge.checkpoint.grouped import CodedTensor, GroupedTensor
+from bridge.checkpoint.grouped import CodedTensor, GroupedTensor, PackedTensor
 from bridge.checkpoint.labels.detect_format import read_quant_config
 from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.checkpoint.labels.unlabelled import recognise
@@ -61,6 +61,7 @@ class Checkpoint:
     files     the files that hold them
     nbytes    of all tensors
     notes     contradictions between labels and data that concern the whole checkpoint
+    on_activations  those of the notes that tell why activations in a GGUF are not quantized
     reader    the format's reader; None if all tensors are floats
     store     the stored tensors
     merged    the tensors that an adapter has changed, see `merge.merge`: what reads their rows
@@ -104,13 +105,17 @@ class Checkpoint:
         self.moved: dict[str, Callable[[np.ndarray | None], CodedTensor]] = {}
         self.tensors |= {name: scaled.weight for name, scaled in self._floats.items()}
         self.notes = [*quant.notes, *store.notes, *(self.reader.notes if self.reader else [])]
+        self.on_activations = [*(self.reader.on_activations if self.reader else [])]
         if quant.method is not None and not quant.labelled:
             self.notes.append(
                 f"no config describes the quantization; its tensors show {quant.title}, {self.settings()}"
             )
         if left_out:
             parts = ", ".join(sorted(left_out))
-            self.notes.append(f"scales of activations and of the key-value cache are not needed: {parts} left out")
+            self.on_activations.append(
+                f"scales of activations and of the key-value cache are not needed: {parts} left out"
+            )
+        self.notes += self.on_activations
         self.notes += [f"{name}: integer tensor of unknown purpose; skipped" for name in unknown]
 
     def __repr__(self) -> str:
@@ -197,6 +202,16 @@ class Checkpoint:
         if name.endswith(_TABLES) and not self.store.tensors[name].floating:
             return self.store.read(name, rows).astype(np.float32)
         return scaled.read(self.store, rows) if scaled else self.store.read_float(name, rows)
+
+    def read_float8(self, name: str) -> PackedTensor | None:
+        """A matrix of F8_E4M3 as it is stored, with float32 scales of blocks; None for other weights.
+
+        Raises BridgeError if a value is not finite.
+        """
+        weight = self._floats.get(name)
+        if not isinstance(weight, ScaledFloats) or name in self.merged:
+            return None
+        return weight.packed(self.store)
 
     def stored_as(self, name: str) -> str:
         """The dtype of a tensor in words, with the layout of its scales if it has any."""

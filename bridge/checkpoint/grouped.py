@@ -216,12 +216,16 @@ def fit_group_size(columns: int, groups: int, claimed: int) -> int | None:
 class PackedTensor:
     """A linear layer whose codes are packed as checkpoints store them: on the way from blocks, none is a byte.
 
-    words         uint32 [out, in * bits / 32]; the first code of a word is in the low bits. May be a transposed view
-    scales        float16 [out, G], or such a view; of 4-bit floats the bits of 8-bit ones, uint8
+    words         uint32 [out, in * bits / 32]; the first code of a word is in the low bits. May be a transposed view.
+                  Of 8-bit floats their bits, uint8 [out, in]
+    scales        float16 [out, G], or such a view; of FP8 float32 [out / rows, G]; of other floats the bits of 8-bit
+                  ones, uint8
     zero          zero point of all groups
     biases        float16 [out, G] that are added to scaled codes, instead of a zero point; or None
-    kind          int, NVFP4 or MXFP4
+    kind          int, NVFP4, MXFP4, FP8 or MXFP8
     tensor_scale  of the whole tensor, which NVFP4 may have
+    rows          that share a scale
+    input_scale   of activations, if they are to be 8-bit floats with that scale
     """
 
     name: str
@@ -233,10 +237,12 @@ class PackedTensor:
     biases: np.ndarray | None = None
     kind: str = "int"
     tensor_scale: float = 1.0
+    rows: int = 1
+    input_scale: float | None = None
     sequential: ClassVar[bool] = True
 
     @property
     def shape(self) -> tuple[int, int]:
         """(out, in)."""
         out, words = self.words.shape
-        return out, words * 32 // self.bits
+        return out, words * self.words.itemsize * 8 // self.bits

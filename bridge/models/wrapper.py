@@ -57,6 +57,13 @@ def name_in_parts(name: str, config: dict[str, Any]) -> str:
     return f"model.language_model.{name.removeprefix('model.')}" if name.startswith("model.") else name
 
 
+def named_like(name: str, other: str) -> str:
+    """A language model's tensor by the prefix that another has in the same checkpoint."""
+    text = next(iter(text_names([name])[0]), name)
+    prefix, short = next((pair for pair in TEXT_PREFIXES if other.startswith(pair[0])), ("", ""))
+    return prefix + text.removeprefix(short)
+
+
 def text_names(names: Iterable[str]) -> tuple[dict[str, str], list[str]]:
     """A language model's names -> the checkpoint's, and the names of other parts."""
     stored_names, others = {}, []

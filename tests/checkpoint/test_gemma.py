@@ -16,16 +16,16 @@ LABEL = {
 }  # fmt: skip
 
 
-def tensors(seed: int = 0) -> dict[str, np.ndarray]:
+def tensors(seed: int = 0, rows: int = 6) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)
     q = "model.layers.0.self_attn.q_proj"
     return {
-        f"{NAME}.weight": rng.integers(0, 256, (6, 16)).astype(np.uint8),
-        f"{NAME}.weight_scale": rng.normal(0, 1, (6, 1)).astype(np.float32),
+        f"{NAME}.weight": rng.integers(0, 256, (rows, 16)).astype(np.uint8),
+        f"{NAME}.weight_scale": rng.normal(0, 1, (rows, 1)).astype(np.float32),
         f"{NAME}.input_activation_scale": np.ones((), np.float32),
         f"{NAME}.output_activation_scale": np.ones((), np.float32),
-        f"{q}.weight": rng.integers(-128, 128, (6, 64)).astype(np.int8),
-        f"{q}.weight_scale": rng.normal(0, 1, (6, 1)).astype(np.float32),
+        f"{q}.weight": rng.integers(-128, 128, (rows, 64)).astype(np.int8),
+        f"{q}.weight_scale": rng.normal(0, 1, (rows, 1)).astype(np.float32),
         f"{WORDS}.embedding_quantized": rng.integers(0, 256, (10, 32)).astype(np.uint8),
         f"{WORDS}.embedding_scale": rng.normal(0, 1, (10, 2)).astype(np.float32),
         "model.layers.0.self_attn.k_cache_scale": np.ones((), np.float32),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +15,12 @@ from bridge.checkpoint.formats.fp4 import GROUPS
 from bridge.checkpoint.formats.registry import FORMATS, READERS
 from bridge.checkpoint.formats.written import Groups, QuantizedLayers
 from bridge.checkpoint.grouped import GroupedTensor, PackedTensor
+from bridge.conversion.checkpoints.codes_in_format import fp8_in_format
 from tests.conftest import ROOT
 
 CODES = [(name, bits) for name, written in FORMATS.items() for bits in written.bits]
 FLOATS = [(name, kind) for name, written in FORMATS.items() for kind in written.fp4]
+FLOATS_OF_8 = [(name, form) for name, written in FORMATS.items() for form in written.fp8]
 KNOW_NAMES = ("bridge/checkpoint/formats", "bridge/checkpoint/labels", "bridge/checkpoint/repack")
 
 
@@ -42,10 +45,27 @@ def test_packed_4_bit_floats_have_the_shapes_that_are_announced(name: str, kind:
     assert {part: shape for part, (_, shape) in shapes.items()} == {part: parts[part].shape for part in shapes}
 
 
+@pytest.mark.parametrize(("name", "form"), FLOATS_OF_8)
+def test_packed_8_bit_floats_have_the_shapes_that_are_announced(name: str, form: str) -> None:
+    written, static = FORMATS[name], form.startswith("static ")
+    source = PackedTensor("layer", 8, np.zeros((160, 288), np.uint8), np.ones((1, 1), np.float32), 288, kind="FP8")
+    only = replace(written, fp8=(form,))
+    tensor = fp8_in_format(replace(source, rows=160, input_scale=2.0 if static else None), only)
+    assert tensor is not None
+    parts = written.pack(tensor)
+    groups = Groups(8, tensor.group_size, True, tensor.kind, rows=tensor.rows, static=static)
+    assert written.obstacle(groups, (160, 288)) is None
+    assert {part: shape for part, (_, shape) in written.shapes(groups, (160, 288)).items()} == {
+        part: values.shape for part, values in parts.items()
+    }
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_labels_name_a_format_that_is_read(name: str) -> None:
     written = FORMATS[name]
-    groups = Groups(written.bits[0], 32) if written.bits else Groups(4, 16, True, written.fp4[0])
+    groups = Groups(written.bits[0], 32) if written.bits else Groups(4, 16, True, (*written.fp4, "")[0])
+    if not groups.kind:
+        groups = Groups(8, 128, True, "FP8", rows=128)
     labels = written.labels(QuantizedLayers({"layer": groups}, ["gate"], True, False, False))
     method = labels["quantization_config"].get("quant_method", "mlx")
     assert method in READERS

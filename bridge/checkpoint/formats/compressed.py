@@ -23,7 +23,7 @@ module is read as codes of 8 bits, eight times the float plus 128, whose scales 
 holds all of it. Learned from compressed-tensors 0.20 (compressors/mxfp6, mx_utils.py).
 
 What is written: pack-quantized of 4 and 8 bits in a dense stream, with zero points in words, which symmetric modules
-lack; and 4-bit floats.
+lack; and floats of 4 and 8 bits.
 """
 
 import math
@@ -36,7 +36,16 @@ from bridge.checkpoint.files.dtypes import as_float32
 from bridge.checkpoint.files.store import Store, TensorInfo
 from bridge.checkpoint.formats.checks import check_shapes, contradiction
 from bridge.checkpoint.formats.fp4 import Fp4Parts, checked_scales
-from bridge.checkpoint.formats.fp8 import BLOCK, FLOAT8, ScaledFloats, block_of, scaled_floats, spread
+from bridge.checkpoint.formats.fp8 import (
+    BLOCK,
+    FLOAT8,
+    ScaledFloats,
+    block_of,
+    fp8_parts,
+    fp8_shapes,
+    scaled_floats,
+    spread,
+)
 from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, module_info
 from bridge.checkpoint.formats.written import Groups, Parts, Shapes, WrittenFormat
 from bridge.checkpoint.grouped import CodedTensor, GroupedTensor, PackedTensor, column_group_size
@@ -82,7 +91,7 @@ class CompressedReader(Reader):
         self._blocks: dict[str, tuple[int, int]] = {}
         super().__init__(store, quant)
         if any(s.activations for s in self._schemes):
-            self.notes.append(
+            self.on_activations.append(
                 "the config quantizes activations too; a GGUF holds only weights, and llama.cpp rounds activations "
                 "to 8 bits itself"
             )
@@ -312,7 +321,7 @@ def _refusal(groups: Groups, shape: tuple[int, int]) -> str | None:
 
 def _shapes(groups: Groups, shape: tuple[int, int]) -> Shapes:
     if groups.kind != "int":
-        return FP4.shapes(groups.kind, shape)
+        return FP4.shapes(groups.kind, shape) if groups.bits == 4 else fp8_shapes(groups, shape)
     (out, columns), count = shape, groups.count(shape[1])
     return {
         "weight_packed": ("I32", (out, _length(columns, groups.bits, False))),
@@ -334,12 +343,13 @@ def _pack(tensor: GroupedTensor | PackedTensor) -> Parts:
             "weight_g_idx": tensor.groups().astype(np.int32),
         }  # fmt: skip
     if tensor.kind != "int":
-        return FP4.pack(tensor)
+        return FP4.pack(tensor) if tensor.bits == 4 else fp8_parts(tensor)
     return {"weight_packed": tensor.words.view(np.int32), "weight_scale": tensor.scales, "weight_shape": shape}
 
 
 PACKED = WrittenFormat(
-    "compressed-tensors", hint="pack-quantized, or 4-bit floats", bits=(4, 8), fp4=("NVFP4", "MXFP4"),
+    "compressed-tensors", hint="pack-quantized, or floats of 4 or 8 bits", bits=(4, 8), fp4=("NVFP4", "MXFP4"),
+    fp8=("static tensor", "static channel", "tensor", "channel", "block", "group"),
     refusal=_refusal, shapes=_shapes, pack=_pack, labels=lambda layers: {"quantization_config": schemes_of(layers)},
     rounding="symmetric",  # transformers loads no others
     in_words=True, zeros_part="weight_zero_point", order_part="weight_g_idx", act_order=True,

@@ -28,7 +28,7 @@ Experts in stacks:
 
 8-bit floats are not codes: steps between them grow with the value, so no block type holds them as they are. The labels
 fp8 (DeepSeek, Qwen: blocks of 128 x 128) and fbgemm_fp8 mean only these; modelopt and compressed-tensors have other
-formats too.
+formats too. Blocks of 128 x 128 with weight_scale_inv are written.
 """
 
 import math
@@ -39,11 +39,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from bridge.checkpoint.files.dtypes import as_float32, not_finite
 from bridge.checkpoint.files.store import Store, TensorInfo
 from bridge.checkpoint.formats.checks import check_shapes, contradiction, finite_scales
 from bridge.checkpoint.formats.fp4 import Fp4Parts
 from bridge.checkpoint.formats.module_reader import FloatWeight, ModuleInfo, Reader
-from bridge.checkpoint.grouped import CodedTensor, fit_group_size
+from bridge.checkpoint.formats.written import Groups, Parts, QuantizedLayers, Shapes, WrittenFormat
+from bridge.checkpoint.grouped import CodedTensor, PackedTensor, fit_group_size
 from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.errors import BridgeError
 
@@ -56,6 +58,7 @@ class ScaledFloats(FloatWeight):
     """A weight of 8-bit floats; `block`: (rows, columns) that share a scale."""
 
     block: tuple[int, int]
+    in_blocks: ClassVar[bool] = True  # whether scale [i, j] is that of block [i, j]
 
     def __str__(self) -> str:
         rows, columns = self.block
@@ -67,7 +70,8 @@ class ScaledFloats(FloatWeight):
         return f"{self.weight.dtype}, blocks of {rows}x{columns}"
 
     def read(self, store: Store, rows: tuple[int, int] | None = None) -> np.ndarray:
-        out, scales = self.stored(store, rows)
+        out = as_float32(self.codes(store, rows), self.weight.dtype)
+        scales = self.scales(store)
         start, stop = rows or (0, len(out))
         scale = spread(scales, stop, self.block[0])[start:]
         for i in range(0, len(out), 64):  # the scale of every weight would take as much memory again
@@ -75,36 +79,55 @@ class ScaledFloats(FloatWeight):
             out[i : i + 64] *= np.repeat(part, self.block[1], axis=1)[:, : out.shape[1]]
         return out
 
-    def stored(self, store: Store, rows: tuple[int, int] | None) -> tuple[np.ndarray, np.ndarray]:
-        """float32: rows of the weight, still without scales, and all scales."""
-        return store.read_float(self.weight.name, rows), finite_scales(store, self.scale.name)
+    def packed(self, store: Store) -> PackedTensor | None:
+        """The bytes and scales of a matrix of F8_E4M3; None for others, and where scales are of no regular blocks.
+
+        Raises BridgeError if a value is not finite.
+        """
+        if self.weight.dtype != "F8_E4M3" or not self.in_blocks:
+            return None
+        (out, columns), (rows, width) = self.weight.shape, self.block
+        codes, scales = self.codes(store), self.scales(store)
+        if (codes & 127 == 127).any():
+            raise not_finite(self.weight.file, self.weight.name)
+        grid = scales.reshape(-(-out // rows), -(-columns // width))
+        module = self.weight.name.removesuffix(".weight")
+        return PackedTensor(module, 8, codes, grid, width, kind="FP8", rows=rows)
+
+    def codes(self, store: Store, rows: tuple[int, int] | None = None) -> np.ndarray:
+        """uint8: the bytes of the weight, or of some of its rows."""
+        return store.read(self.weight.name, rows)
+
+    def scales(self, store: Store) -> np.ndarray:
+        """float32: what blocks are multiplied by, in the shape that is stored."""
+        return finite_scales(store, self.scale.name)
 
 
 @dataclass(frozen=True)
 class RenamedFloats(ScaledFloats):
-    """A weight of 8-bit floats whose tensor, `codes`, is named otherwise than the weight."""
+    """A weight of 8-bit floats whose tensor, `source`, is named otherwise than the weight."""
 
-    codes: TensorInfo
+    source: TensorInfo
 
     @property
     def stored_names(self) -> set[str]:
-        return {self.codes.name, self.scale.name}
+        return {self.source.name, self.scale.name}
 
-    def stored(self, store: Store, rows: tuple[int, int] | None) -> tuple[np.ndarray, np.ndarray]:
-        return store.read_float(self.codes.name, rows), finite_scales(store, self.scale.name)
+    def codes(self, store: Store, rows: tuple[int, int] | None = None) -> np.ndarray:
+        return store.read(self.source.name, rows)
 
 
 @dataclass(frozen=True)
 class DividedFloats(ScaledFloats):
     """A weight of 8-bit floats that is divided by its scales."""
 
-    def stored(self, store: Store, rows: tuple[int, int] | None) -> tuple[np.ndarray, np.ndarray]:
-        weights, scales = super().stored(store, rows)
+    def scales(self, store: Store) -> np.ndarray:
+        scales = super().scales(store)
         if not scales.all():
             raise BridgeError(
                 f"{self.scale.file}: {self.scale.name}, which divides, contains zeros; quantize the model again"
             )
-        return weights, 1 / scales
+        return 1 / scales
 
 
 @dataclass(frozen=True)
@@ -113,6 +136,7 @@ class SharedRows(ScaledFloats):
 
     ranks: int
     parts: tuple[int, ...]
+    in_blocks: ClassVar[bool] = False
 
     def read(self, store: Store, rows: tuple[int, int] | None = None) -> np.ndarray:
         start, stop = rows or (0, self.weight.shape[0])
@@ -301,3 +325,32 @@ class Fp8Reader(Reader):
     def read(self, name: str, rows: np.ndarray | None = None) -> CodedTensor:
         info = self.modules[name]
         return _FP4["scale" if "scale" in info.tensors else "weight_scale"].read(self, info, rows)
+
+
+def fp8_shapes(groups: Groups, shape: tuple[int, int], scale: str = "weight_scale") -> Shapes:
+    """The dtypes and shapes of a written module's tensors; `scale`: the name of its scales."""
+    out, columns = shape
+    each = (1,) if groups.rows < 0 else (-(-out // groups.rows), groups.count(columns))
+    scales = ("U8" if groups.kind == "MXFP8" else "F32", each)
+    inputs: Shapes = {"input_scale": ("F32", (1,))} if groups.static else {}
+    return {"weight": ("F8_E4M3", shape), scale: scales, **inputs}
+
+
+def fp8_parts(tensor: PackedTensor, scale: str = "weight_scale") -> Parts:
+    """A written module's tensors."""
+    scales = tensor.scales.reshape(-1) if tensor.rows < 0 else tensor.scales
+    inputs = {} if tensor.input_scale is None else {"input_scale": np.array([tensor.input_scale], np.float32)}
+    return {"weight": tensor.words, scale: scales, **inputs}
+
+
+def _labels(layers: QuantizedLayers) -> dict[str, Any]:
+    labels = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [*BLOCK]}
+    return {"quantization_config": {**labels, "modules_to_not_convert": [*layers.floats, "lm_head"]}}
+
+
+_INVERSE = "weight_scale_inv"
+WRITTEN = WrittenFormat(
+    "fp8", hint="8-bit floats in blocks", bits=(), fp8=("block",), labels=_labels,
+    shapes=lambda groups, shape: fp8_shapes(groups, shape, _INVERSE), pack=lambda tensor: fp8_parts(tensor, _INVERSE),
+)  # fmt: skip
+Fp8Reader.written = (WRITTEN,)

@@ -19,7 +19,7 @@ config.json has quantization {group_size, bits, mode} and in the same table, by 
 null means mlx's own defaults, 64 and 4. Tools that mix widths (JANG) may name them in a file of their own. A module's
 shapes give bits * group size: where config.json contradicts that for any module, the model's sizes, as config.json has
 them, decide between 4 bits in groups of 64 and 8 bits in groups of 32.
-mxfp8 is not written; scales and biases are written as halves.
+Scales and biases are written as halves.
 The zero point is -b/s. mlx chooses b as s times an integer, then rounds both: -b/s is near that integer.
 """
 
@@ -76,16 +76,20 @@ class Mxfp8(ScaledFloats):
     source: str
     matrix: int | None = None
 
-    def stored(self, store: Store, rows: tuple[int, int] | None) -> tuple[np.ndarray, np.ndarray]:
-        def read(name: str, rows: tuple[int, int] | None = None) -> np.ndarray:
-            if self.matrix is None:
-                return store.read(name, rows)
-            return store.read(name, (self.matrix, self.matrix + 1))[0][slice(*(rows or (None,)))]
+    def codes(self, store: Store, rows: tuple[int, int] | None = None) -> np.ndarray:
+        return self._matrix(store, self.source, rows).view(np.uint8)
 
-        scales = as_float32(read(self.scale.name), "F8_E8M0")
+    def scales(self, store: Store) -> np.ndarray:
+        scales = as_float32(self._matrix(store, self.scale.name), "F8_E8M0")
         if not np.isfinite(scales).all():
             raise BridgeError(f"{self.scale.file}: {self.scale.name} has scales that are NaN; download it again")
-        return as_float32(read(self.source, rows).view(np.uint8), "F8_E4M3"), scales
+        return scales
+
+    def _matrix(self, store: Store, name: str, rows: tuple[int, int] | None = None) -> np.ndarray:
+        """A stored tensor of the matrix, or some of its rows."""
+        if self.matrix is None:
+            return store.read(name, rows)
+        return store.read(name, (self.matrix, self.matrix + 1))[0][slice(*(rows or (None,)))]
 
 
 class MlxReader(Reader):
@@ -333,7 +337,7 @@ def _pack(tensor: GroupedTensor | PackedTensor) -> Parts:
         scales = WRITTEN.stored_scales(tensor)
         return {"weight": pack_rows(tensor.codes, tensor.bits), "scales": scales, "biases": tensor.half_products()}
     if tensor.kind != "int":
-        return {"weight": tensor.words, "scales": tensor.scales}
+        return {"weight": tensor.words.view(np.uint32), "scales": tensor.scales}
     halves, factor = (tensor.scales, -tensor.zero) if tensor.biases is None else (tensor.biases, 1)
     biases = _products(factor).take(halves.view(np.uint16))
     return {"weight": tensor.words, "scales": tensor.scales, "biases": biases}
@@ -357,8 +361,8 @@ def _mode(groups: Groups) -> dict[str, Any]:
 
 
 WRITTEN = WrittenFormat(
-    "mlx", bits=_BITS, group_sizes=_SIZES, fp4=("NVFP4", "MXFP4"), tensor_scale=False, zeros="products",
-    refusal=_refusal, shapes=_shapes, pack=_pack, labels=_labels, in_words=True, config=mlx_config, dtype="F16",
-    stack_of=stack_of, head=True, embeddings=True,
+    "mlx", bits=_BITS, group_sizes=_SIZES, fp4=("NVFP4", "MXFP4"), fp8=("group",), tensor_scale=False,
+    zeros="products", refusal=_refusal, shapes=_shapes, pack=_pack, labels=_labels, in_words=True, config=mlx_config,
+    dtype="F16", stack_of=stack_of, head=True, embeddings=True,
 )  # fmt: skip
 MlxReader.written = (WRITTEN,)

@@ -15,7 +15,8 @@ The input of an AWQ or SmoothQuant layer may be multiplied by pre_quant_scale, f
 folded into the layer before. W[o, k] * pre_quant_scale[k] is in no group: such a layer is read as floats. So is one of
 SVDQuant, to whose codes a product is added before: weight_quantizer._svdquant_lora_b [out, rank] and _a [rank, in].
 
-Of these, NVFP4 is written.
+NVFP4 and 8-bit floats are written: FP8 with a scale of the weight and of its activations, otherwise one a row
+(FP8_PER_CHANNEL_PER_TOKEN) or one a block, [out/128, 1, in/128, 1] (FP8_PB_WO); and MXFP8.
 """
 
 from collections.abc import Callable
@@ -29,10 +30,10 @@ from bridge.checkpoint.files.store import Store, TensorInfo
 from bridge.checkpoint.formats.checks import check_shapes, contradiction, finite_scales
 from bridge.checkpoint.formats.compressed import FP4
 from bridge.checkpoint.formats.fp4 import INPUTS, Fp4Parts
-from bridge.checkpoint.formats.fp8 import STACK, STACK_SCALE, Fp8Reader, block_of, spread
+from bridge.checkpoint.formats.fp8 import STACK, STACK_SCALE, Fp8Reader, block_of, fp8_parts, fp8_shapes, spread
 from bridge.checkpoint.formats.module_reader import FloatWeight, ModuleInfo, module_info
-from bridge.checkpoint.formats.written import QuantizedLayers, WrittenFormat
-from bridge.checkpoint.grouped import CodedTensor, GroupedTensor
+from bridge.checkpoint.formats.written import Groups, Parts, QuantizedLayers, Shapes, WrittenFormat
+from bridge.checkpoint.grouped import CodedTensor, GroupedTensor, PackedTensor
 from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.errors import BridgeError
 
@@ -209,14 +210,54 @@ def _fp4(tensors: dict[str, TensorInfo]) -> Fp4Parts:
 
 
 def _labels(layers: QuantizedLayers) -> dict[str, Any]:
-    """The keys of config.json; none for scales of activations, which are not quantized."""
-    labels = {"quant_method": "modelopt", "quant_algo": f"W4A16_{layers.usual.kind}"}
-    ignored = [*layers.floats, "lm_head"]
-    return {"quantization_config": {**labels, "group_size": layers.usual.group_size, "ignore": ignored}}
+    """The keys of config.json. Activations of NVFP4 are not quantized; of 8-bit floats they are."""
+    algorithms = {name: _algorithm(groups) for name, groups in layers.groups.items()}
+    several = len({*algorithms.values()}) > 1
+    labels: dict[str, Any] = {
+        "quant_method": "modelopt", "quant_algo": "MIXED_PRECISION" if several else next(iter(algorithms.values())),
+        "ignore": [*layers.floats, "lm_head"],
+    }  # fmt: skip
+    if several:
+        sizes = {name: {"quant_algo": algorithm} | _size(layers.groups[name]) for name, algorithm in algorithms.items()}
+        return {"quantization_config": {**labels, "quantized_layers": sizes}}
+    return {"quantization_config": {**labels, **_size(layers.usual)}}
+
+
+def _algorithm(groups: Groups) -> str:
+    if groups.kind != "FP8":
+        return groups.kind if groups.kind == "MXFP8" else f"W4A16_{groups.kind}"
+    return {"tensor": "FP8", "channel": "FP8_PER_CHANNEL_PER_TOKEN", "block": "FP8_PB_WO"}[groups.strategy]
+
+
+def _size(groups: Groups) -> dict[str, int]:
+    return {"group_size": groups.group_size} if groups.strategy == "group" else {}
+
+
+def _shapes(groups: Groups, shape: tuple[int, int]) -> Shapes:
+    if groups.bits == 4:
+        return _MODELOPT.shapes(groups.kind, shape)
+    shapes = fp8_shapes(groups, shape)
+    dtype, each = shapes["weight_scale"]
+    return {**shapes, "weight_scale": (dtype, _each(groups.strategy, each))}
+
+
+def _pack(tensor: PackedTensor) -> Parts:
+    if tensor.bits == 4:
+        return _MODELOPT.pack(tensor)
+    parts = fp8_parts(tensor)
+    strategy = Groups(8, tensor.group_size, kind=tensor.kind, rows=tensor.rows).strategy
+    return {**parts, "weight_scale": parts["weight_scale"].reshape(_each(strategy, parts["weight_scale"].shape))}
+
+
+def _each(strategy: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of scales, [rows, groups] or [1], as ModelOpt has it."""
+    if strategy == "block":
+        return shape[0], 1, shape[1], 1
+    return shape[:1] if strategy == "channel" else shape
 
 
 WRITTEN = WrittenFormat(
-    "modelopt", hint="NVFP4", bits=(), fp4=("NVFP4",), pack=_MODELOPT.pack, labels=_labels,
-    shapes=lambda groups, shape: _MODELOPT.shapes(groups.kind, shape),
+    "modelopt", hint="NVFP4, or 8-bit floats", bits=(), fp4=("NVFP4",),
+    fp8=("static tensor", "channel", "block", "group"), pack=_pack, labels=_labels, shapes=_shapes,
 )  # fmt: skip
 ModelOptReader.written = (WRITTEN,)

@@ -108,6 +108,7 @@ class Reader:
         self.modules: dict[str, ModuleInfo] = {}
         self.floats: dict[str, FloatWeight] = {}  # by the weight's full name
         self.notes: list[str] = []  # on the whole checkpoint
+        self.on_activations: list[str] = []  # notes on why those of a GGUF are not quantized
         self.folding = True  # whether scales may move between layers, see `refit`
         by_module: dict[str, dict[str, TensorInfo]] = {}
         for name, info in store.tensors.items():

@@ -1,4 +1,5 @@
-"""READERS: by quantization method. FORMATS: all that are written; QUANTIZED: those that `quantize --format` writes."""
+"""READERS: by quantization method. FORMATS: all that are written; EXPORTED: those that hold codes of a GGUF;
+QUANTIZED: those that `quantize --format` writes."""
 
 from collections.abc import Sequence
 
@@ -46,6 +47,7 @@ READERS: dict[str, type[Reader]] = {
     "fouroversix": FourOverSixReader, "gemma": GemmaReader, "auto-round": AutoRoundReader,
 }  # fmt: skip
 FORMATS: dict[str, WrittenFormat] = {written.name: written for reader in READERS.values() for written in reader.written}
+EXPORTED = [name for name, written in FORMATS.items() if written.bits or written.fp4]
 QUANTIZED = [name for name, written in FORMATS.items() if written.by_quantize]
 
 

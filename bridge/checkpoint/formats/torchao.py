@@ -57,10 +57,9 @@ _FP4 = {"F8_E4M3": "NVFP4", "F8_E8M0": "MXFP4"}  # by the dtype of the scales
 class TiledMxfp8(RenamedFloats):
     """A weight of MXFP8 whose scales are in tiles."""
 
-    def stored(self, store: Store, rows: tuple[int, int] | None) -> tuple[np.ndarray, np.ndarray]:
+    def scales(self, store: Store) -> np.ndarray:
         out, columns = self.weight.shape
-        bits = row_major(store.read(self.scale.name).view(np.uint8), out, columns // 32)
-        return store.read_float(self.codes.name, rows), as_float32(bits, "F8_E8M0")
+        return as_float32(row_major(store.read(self.scale.name).view(np.uint8), out, columns // 32), "F8_E8M0")
 
 
 class TorchaoReader(Reader):

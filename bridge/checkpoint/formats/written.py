@@ -31,9 +31,11 @@ class Groups(NamedTuple):
     bits        per code; ternary codes have 2
     group_size  -1: one group per row
     symmetric   zero points are not stored, where the format allows that
-    kind        of the codes: int, or NVFP4 or MXFP4
+    kind        of the codes: int, NVFP4, MXFP4, FP8 or MXFP8
     act_order   groups are of any columns, which the format's `order_part` tells
     scales      the dtype of scales
+    rows        that share a scale; -1: all
+    static      whether activations have a scale that is stored
     """
 
     bits: int
@@ -42,6 +44,25 @@ class Groups(NamedTuple):
     kind: str = "int"
     act_order: bool = False
     scales: str = "F16"
+    rows: int = 1
+    static: bool = False
+
+    @property
+    def strategy(self) -> str:
+        """What has a scale: a tensor, channel, block or group."""
+        if self.rows != 1:
+            return "tensor" if self.rows < 0 else "block"
+        return "group" if self.group_size > 0 else "channel"
+
+    def in_words(self) -> str:
+        """The kind of the codes and what has a scale."""
+        kind = f"{self.bits} bits" if self.kind == "int" else self.kind
+        each = {
+            "tensor": "one scale",
+            "channel": "one scale a row",
+            "block": f"blocks of {self.rows}x{self.group_size}",
+        }
+        return f"{kind}, {each.get(self.strategy, f'groups of {self.group_size}')}"
 
     def sizes(self) -> dict[str, int]:
         """Bits and group size, under the names of most configs."""
@@ -96,6 +117,9 @@ class WrittenFormat:
     group_sizes      of integer codes; empty: any
     fp4              kinds of 4-bit floats that it holds
     tensor_scale     whether it has a scale for a whole matrix of 4-bit floats
+    fp8              what may have a scale of 8-bit floats, the preferred first: tensor, channel, block (of 128 x 128),
+                     or group (of 32 columns, a power of two); "static tensor", "static channel": with a scale of
+                     activations
     zeros            zero points: integers, integers but 0, any halves, or the products -scale * zero point as halves
     rounding         zero points of layers that are rounded below 8 bits: the middle of the codes, any, or as asked
     scale_dtypes     those that scales may have; halves are preferred
@@ -131,6 +155,7 @@ class WrittenFormat:
     group_sizes: tuple[int, ...] = ()
     fp4: tuple[str, ...] = ()
     tensor_scale: bool = True
+    fp8: tuple[str, ...] = ()
     zeros: Literal["integers", "integers from 1", "halves", "products"] = "integers"
     rounding: Literal["symmetric", "asymmetric", "either"] = "either"
     scale_dtypes: tuple[str, ...] = ("F16",)
@@ -171,6 +196,8 @@ class WrittenFormat:
 
     def obstacle(self, groups: Groups, shape: tuple[int, int]) -> str | None:
         """Why it cannot hold a layer (out, in), in one line; None if it can."""
+        if groups.kind == "FP8":
+            return None
         return self.refusal(groups, shape) if groups.kind == "int" else groups.indivisible(shape[1])
 
     def scale_dtype(self, scales: np.ndarray) -> str:

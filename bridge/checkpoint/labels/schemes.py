@@ -40,6 +40,12 @@ _RENAMED = {
     "backbone.": r"(backbone|model)\.",  # Nemotron-H
     "block_sparse_moe.gate": r"(block_sparse_moe\.gate|mlp\.(gate|router))",
 }
+# the format of written layers by the kind of their codes, and the dtype of scales that are exponents
+_WRITTEN = {
+    "int": "pack-quantized", "NVFP4": "nvfp4-pack-quantized", "MXFP4": "mxfp4-pack-quantized",
+    "FP8": "float-quantized", "MXFP8": "mxfp8-quantized",
+}  # fmt: skip
+_BYTES = {"scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
 _FOLDED = ("weight_input", "weight_output")  # locations of rotations that are folded into the weights
 EMBEDDING = re.compile(r"(.*\.)?(embed_tokens|wte|word_embeddings|embed_in|tok_embeddings)$")
 
@@ -202,10 +208,7 @@ def schemes_of(layers: QuantizedLayers) -> dict[str, Any]:
     schemes: dict[Groups, list[str]] = {}
     for name, groups in layers.groups.items():
         schemes.setdefault(groups, []).append(name)
-    formats = {
-        groups: "pack-quantized" if groups.kind == "int" else f"{groups.kind.lower()}-pack-quantized"
-        for groups in schemes
-    }
+    formats = {groups: _WRITTEN[groups.kind] for groups in schemes}
     return {
         "quant_method": "compressed-tensors",
         "format": "mixed-precision" if len({*formats.values()}) > 1 else next(iter(formats.values())),
@@ -215,6 +218,7 @@ def schemes_of(layers: QuantizedLayers) -> dict[str, Any]:
                 "format": formats[groups],
                 "targets": [*map(_target, names)] if len(schemes) > 1 else ["Linear"],
                 "weights": _weights(groups),
+                **_activations(groups),
             }
             for i, (groups, names) in enumerate(schemes.items())
         },
@@ -227,12 +231,29 @@ def schemes_of(layers: QuantizedLayers) -> dict[str, Any]:
 
 
 def _weights(groups: Groups) -> dict[str, Any]:
-    grouped = "tensor_group" if groups.kind == "NVFP4" else "group"
+    block = groups.strategy == "block"
     return {
         "num_bits": groups.bits, "type": "int" if groups.kind == "int" else "float", "symmetric": groups.symmetric,
-        "strategy": grouped if groups.group_size > 0 else "channel",
-        "group_size": groups.group_size if groups.group_size > 0 else None,
+        "strategy": "tensor_group" if groups.kind == "NVFP4" else groups.strategy,
+        "group_size": groups.group_size if groups.group_size > 0 and not block else None,
+        **({"block_structure": [groups.rows, groups.group_size]} if block else {}),
+        **(_BYTES if groups.kind == "MXFP8" else {}),
         **({"actorder": "group"} if groups.act_order else {}),
+    }  # fmt: skip
+
+
+def _activations(groups: Groups) -> dict[str, Any]:
+    """Activations of layers of 8-bit floats are such too, as the kernels of vLLM and others have them; those of other
+    layers are as they are computed."""
+    if groups.kind not in ("FP8", "MXFP8"):
+        return {}
+    each = {"tensor": "token", "channel": "token", "block": "group"}.get(groups.strategy, groups.strategy)
+    return {
+        "input_activations": {
+            "num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor" if groups.static else each,
+            "dynamic": not groups.static, "group_size": groups.group_size if each == "group" else None,
+            **(_BYTES if groups.kind == "MXFP8" else {}),
+        }
     }  # fmt: skip
 
 

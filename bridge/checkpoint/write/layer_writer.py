@@ -83,7 +83,7 @@ class LayerWriter:
         if name not in self.layers or name in self.counts.layers:
             raise BridgeError(f"{name}: is not a layer to be quantized, or was added twice")
         layer, (out, columns) = self.layers[name], self.shapes[name]
-        begin, rows, count = first or 0, out if first is None else len(tensor.scales), tensor.scales.shape[1]
+        begin, rows, count = first or 0, out if first is None else tensor.shape[0], tensor.scales.shape[1]
         announced = layer.kind, layer.bits, (rows, columns), layer.count(columns)
         if (tensor.kind, tensor.bits, tensor.shape, count) != announced:
             raise BridgeError(

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from bridge.checkpoint.formats.registry import FORMATS, in_words
+from bridge.checkpoint.formats.registry import EXPORTED, in_words
 from bridge.cli.options import add_calibration, calibration, command
 from bridge.encode.limits import REQUANTIZED_LIMIT
 from bridge.system.progress import Bar, say
@@ -23,7 +23,7 @@ def add_parser(commands: Any) -> None:
     p = command(commands, "export", run, _DESCRIPTION)
     p.add_argument("model", help="GGUF, or any shard of one")
     p.add_argument("out", type=Path, help="folder to write")
-    formats = ("floats", *FORMATS)
+    formats = ("floats", *EXPORTED)
     p.add_argument(
         "--format", choices=formats, default="floats", metavar="NAME", help=f"{in_words(formats)} (default: floats)"
     )

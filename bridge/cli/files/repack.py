@@ -27,8 +27,9 @@ def add_parser(commands: Any) -> None:
     )  # fmt: skip
     p.add_argument(
         "--bits", type=int, metavar="N",
-        help="bits of a layer at most: if its codes take more, or if it is of 8-bit floats, it is rounded to N "
-        f"(default: those of its codes, or the least that add under {REQUANTIZED_LIMIT:.0%}% of their noise)",
+        help="bits of a layer at most: if its codes take more, or if it is of 8-bit floats that the format lacks, it "
+        f"is rounded to N (default: those of its codes, or the least that add under {REQUANTIZED_LIMIT:.0%}% of their "
+        "noise)",
     )  # fmt: skip
     p.add_argument(
         "--clamp", action="store_true",

@@ -1,12 +1,14 @@
 """A quantized checkpoint as the float model that another is written of: its layers are matrices of floats.
 
-Names are those that the reader gives its modules: of stacks of experts, one for each expert. All other tensors are as
-they are stored.
+Names are those that the reader gives its modules, of stacks of experts one for each, or those of the family's
+checkpoints, see `family_names`. All other tensors are as they are stored.
 """
 
+import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from functools import lru_cache, partial
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -15,16 +17,17 @@ from bridge.checkpoint import Checkpoint, TensorInfo
 from bridge.checkpoint.files.dtypes import NUMPY, from_float32, not_finite
 from bridge.checkpoint.formats.fp8 import FLOAT8
 from bridge.checkpoint.formats.written import WrittenFormat
-from bridge.checkpoint.grouped import CodedTensor
+from bridge.checkpoint.grouped import CodedTensor, PackedTensor
 from bridge.checkpoint.labels.detect_format import QUANT_CONFIGS
 from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.checkpoint.tensor_names import layer_of
 from bridge.conversion.checkpoints.coded_layer import CodedLayer, FloatLayer
+from bridge.conversion.checkpoints.family_names import AssembledLayers
 from bridge.conversion.checkpoints.layer_plan import Layer
 from bridge.models.outline import Fold
 
 _DTYPES = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}  # as config.json has them
-_LABELS = frozenset({"quantization_config", "quantization", "compression_config"})  # of config.json
+_LABELS = frozenset({"quantization_config", "quantization", "compression_config", "quip_params"})  # of config.json
 _HEAD = "lm_head"
 
 
@@ -36,11 +39,13 @@ class CheckpointSource:
     dtype    of all floats in the new checkpoint: F16, BF16 or F32; None: layers that become floats have the model's,
              and others keep theirs, but BF16 becomes F16 in a format that has no other
     folds    where the act-order of a layer is undone by permuting its columns, and rows of others
+    assembled  tensors that are put together of layers
     """
 
     def __init__(
-        self, ckpt: Checkpoint, written: WrittenFormat | None, dtype: str | None = None, folds: Iterable[Fold] = ()
-    ) -> None:
+        self, ckpt: Checkpoint, written: WrittenFormat | None, dtype: str | None = None, folds: Iterable[Fold] = (),
+        assembled: Mapping[str, AssembledLayers] | None = None,
+    ) -> None:  # fmt: skip
         self.path, self.home, self.format = ckpt.path, ckpt.home, ckpt.format
         self.quant = QuantConfig()
         self.config: dict[str, Any] = {key: value for key, value in ckpt.config.items() if key not in _LABELS}
@@ -50,15 +55,23 @@ class CheckpointSource:
         self.notes: list[str] = []
         self._module = lru_cache(2)(self._read_module)  # it is read for its plan, to be packed, and to be compared
         of_layers = dtype or (written and written.dtype) or self._model_dtype()
-        self._modules = {f"{module}.weight": module for module in ckpt.modules}
+        self._assembled = dict(assembled or {})
+        parts = {name for layers in self._assembled.values() for name in layers.sources}
+        self._modules = {f"{m}.weight": m for m in ckpt.modules if f"{m}.weight" not in parts}
         self.tensors = {
             name: TensorInfo(name, of_layers, shape, shape[0] * shape[1] * NUMPY[of_layers].itemsize, info.file)
             for name, module in self._modules.items()
             for info, shape in [(ckpt.modules[module], ckpt.modules[module].shape)]
         }
         for name, info in ckpt.tensors.items():
+            if name in parts:
+                continue
             kind = of_layers if info.dtype in FLOAT8 else self._stored_dtype(info)
             self.tensors[name] = TensorInfo(name, kind, info.shape, info.size * NUMPY[kind].itemsize, info.file)
+
+        for name, layers in self._assembled.items():
+            nbytes = math.prod(layers.shape) * NUMPY[of_layers].itemsize
+            self.tensors[name] = TensorInfo(name, of_layers, layers.shape, nbytes, ckpt.path)
 
     @property
     def store(self) -> "CheckpointSource":
@@ -69,7 +82,7 @@ class CheckpointSource:
         assert self._written is not None
         for name, info in self.tensors.items():
             module = name.removesuffix(".weight")
-            if not self._holds(module):
+            if name in self._assembled or not self._holds(module):
                 continue
             if name in self._modules:
                 shape = self._ckpt.modules[module].shape
@@ -79,11 +92,15 @@ class CheckpointSource:
             elif self._ckpt.tensors[name].dtype in FLOAT8 and name != module and len(info.shape) == 2:
                 shape = info.shape[0], info.shape[1]
                 read = partial(self._floats, name)
-                yield FloatLayer(self._written, module, self._ckpt.stored_as(name), shape, info.file, read)
+                stored = partial(self._float8, name)
+                yield FloatLayer(self._written, module, self._ckpt.stored_as(name), shape, info.file, read, stored)
 
     def type_of(self, name: str) -> str:
         """What a tensor is in the source, for the report."""
-        return self._type(self._modules[name]) if name in self._modules else self._ckpt.stored_as(name)
+        if name in self._assembled:
+            name = min(self._assembled[name].sources)
+        module = name.removesuffix(".weight")
+        return self._type(module) if module in self._ckpt.modules else self._ckpt.stored_as(name)
 
     def _type(self, module: str) -> str:
         return f"{self.format} {self._ckpt.modules[module].bits} bits"
@@ -101,7 +118,9 @@ class CheckpointSource:
         Raises BridgeError if a value is not finite, or not in it.
         """
         dtype, run = self.tensors[name].dtype, slice(*(rows or (None,)))
-        if name in self._modules:
+        if name in self._assembled:
+            values = self._assembled[name].floats(run)
+        elif name in self._modules:
             values = self._module(self._modules[name]).dequantize(run)
         elif dtype == self._ckpt.tensors[name].dtype and name.rpartition(".")[0] not in self._rows:
             return self._ckpt.store.read(name, rows)
@@ -120,6 +139,25 @@ class CheckpointSource:
             return self._ckpt.read_float(name)
         start, stop, _ = rows.indices(self._ckpt.tensors[name].shape[0])
         return self._ckpt.read_float(name, (start, stop))
+
+    def _float8(self, name: str) -> PackedTensor | None:
+        """The bytes and scales of a matrix of 8-bit floats, with the scale of its activations if that has one."""
+        module = name.removesuffix(".weight")
+        tensor = None if module in self._rows else self._ckpt.read_float8(name)
+        return None if tensor is None else replace(tensor, input_scale=self._input_scales.get(module))
+
+    @cached_property
+    def _input_scales(self) -> dict[str, float]:
+        """The scales of activations of all matrices of 8-bit floats, by module; empty where one has none."""
+        scales = {}
+        for name, info in self._ckpt.tensors.items():
+            if info.dtype in FLOAT8 and info.is_matrix:
+                module = name.removesuffix(".weight")
+                inputs = self._ckpt.store.tensors.get(f"{module}.input_scale")
+                if inputs is None or not inputs.floating or inputs.size != 1:
+                    return {}
+                scales[module] = float(self._ckpt.store.read_float(inputs.name).reshape(-1)[0])
+        return scales if all(np.isfinite(scale) and scale > 0 for scale in scales.values()) else {}
 
     def _read_module(self, module: str) -> CodedTensor:
         tensor = self._ckpt.read_module(module)

@@ -8,9 +8,15 @@ import numpy as np
 
 from bridge.checkpoint.formats.fp4 import Fp4Tensor
 from bridge.checkpoint.formats.written import Groups
-from bridge.checkpoint.grouped import CodedTensor, GroupedTensor
+from bridge.checkpoint.grouped import CodedTensor, GroupedTensor, PackedTensor
 from bridge.checkpoint.write.block_words import ReusedArrays
-from bridge.conversion.checkpoints.codes_in_format import as_integers, in_format, in_groups_of, packed_fp4
+from bridge.conversion.checkpoints.codes_in_format import (
+    as_integers,
+    fp8_in_format,
+    in_format,
+    in_groups_of,
+    packed_fp4,
+)
 from bridge.conversion.checkpoints.layer_plan import (
     CALIBRATED,
     EXACT,
@@ -85,21 +91,31 @@ class CodedLayer(Layer):
         size = groups.group_size if groups.group_size > 0 else self.shape[1]
         return replace(in_groups_of(coded, size), name=self.module, bias=None)
 
+    def _values(self, tensor: GroupedTensor, rows: slice) -> np.ndarray:
+        if self.written.zeros != "products":
+            return super()._values(tensor, rows)
+        products = tensor.half_products()[rows].astype(np.float32)  # as its reader computes with them
+        scales = tensor.scales[rows]
+        zeros = np.divide(-products, scales, out=np.zeros_like(scales), where=scales != 0)
+        return replace(tensor, codes=tensor.codes[rows], scales=scales, zeros=zeros).dequantize()
+
     def _changes_scales(self) -> bool:
         return True
 
 
 @dataclass(frozen=True)
 class FloatLayer(Layer):
-    """A layer of 8-bit floats with scales, which no format has: it is rounded, or floats.
+    """A layer of 8-bit floats with scales.
 
-    read  its rows, float32
+    read    its rows, float32
+    stored  its bytes and scales; None where no format has them
     """
 
     read: Callable[[slice], np.ndarray]
+    stored: Callable[[], PackedTensor | None]
 
     def quantizable(self, bits: int | None) -> bool:
-        return bits is not None
+        return True
 
     def floats(self, rows: slice) -> np.ndarray:
         return self.read(rows)
@@ -107,13 +123,30 @@ class FloatLayer(Layer):
     def noise(self) -> float | None:
         return None
 
+    def _in_format(self) -> PackedTensor | None:
+        """It as the format holds it; None where it does not."""
+        tensor = self.stored() if self.written.fp8 else None
+        return None if tensor is None else fp8_in_format(tensor, self.written)
+
     def _coded_plan(self, known: tuple[int, ...], bits: int | None) -> LayerPlan | None:
-        return None
+        tensor = self._in_format() if bits is None or bits >= 8 else None
+        if tensor is None:
+            return None
+        static = tensor.input_scale is not None
+        groups = Groups(8, tensor.group_size, True, tensor.kind, scales="F32", rows=tensor.rows, static=static)
+        return LayerPlan(EXACT, groups, packed=True)
+
+    def _rounded_plan(self, bits: int | None) -> LayerPlan | None:
+        return None if bits is None else super()._rounded_plan(bits)
 
     def runs(self, plan: LayerPlan) -> Iterator[Rows]:
         return iter([(slice(0, self.shape[0]),)])
 
     def codes(self, plan: LayerPlan, rows: Rows, arrays: ReusedArrays) -> Coded:
+        if plan.packed:
+            tensor = self._in_format()
+            assert tensor is not None  # as it was planned
+            return tensor
         size = plan.groups.group_size if plan.groups.group_size > 0 else self.shape[1]
         return in_groups_of(joined([*self._rounded_pieces(plan, *rows)]), size)
 

@@ -7,7 +7,8 @@ zero points  whole ones move with their group's codes, into the format's range, 
 scales       halves
 groups       the largest of the format's sizes that divides the checkpoint's; of any columns where the format has
              act-order
-4-bit floats whose kind the format lacks are twice their value, a whole number of 5 bits
+4-bit floats whose kind the format lacks are twice their value, a whole number of 5 bits. 8-bit floats stay, byte for
+byte, with scales that are repeated for smaller blocks where the format has no others.
 """
 
 import math
@@ -16,12 +17,16 @@ from dataclasses import replace
 import numpy as np
 
 from bridge.checkpoint.formats.fp4 import E2M1, Fp4Tensor
+from bridge.checkpoint.formats.fp8 import BLOCK
 from bridge.checkpoint.formats.written import WrittenFormat, in_dtype
 from bridge.checkpoint.grouped import GroupedTensor, PackedTensor
 from bridge.encode.limits import REQUANTIZED_LIMIT
 
 _DOUBLED = (16 + 2 * E2M1).astype(np.uint8)  # codes of 5 bits around 16
 _DOUBLED_BITS = 5
+_MX_GROUP = 32
+# what may have a scale of 8-bit floats -> the rows and columns that share it, -1: all
+_SHARED = {"tensor": (-1, -1), "channel": (1, -1), "block": BLOCK, "group": (1, _MX_GROUP)}
 
 
 def in_format(tensor: GroupedTensor, written: WrittenFormat, bits: tuple[int, ...]) -> GroupedTensor | None:
@@ -111,3 +116,41 @@ def packed_fp4(tensor: Fp4Tensor) -> PackedTensor:
     return PackedTensor(
         tensor.name, 4, words, tensor.scales, tensor.group_size, kind=tensor.kind, tensor_scale=tensor.tensor_scale
     )
+
+
+def fp8_in_format(tensor: PackedTensor, written: WrittenFormat) -> PackedTensor | None:
+    """8-bit floats, whose scales are of any blocks, as the format holds them; None where it does not.
+
+    Its activations' scale is dropped where the format has no place for it.
+    """
+    for form in written.fp8:
+        static = form.startswith("static ")
+        if static and tensor.input_scale is None:
+            continue
+        rows, size = _SHARED[form.removeprefix("static ")]
+        scales = _repeated(tensor, rows, size)
+        kind = "FP8"
+        if scales is not None and size == _MX_GROUP:
+            kind, scales = "MXFP8", _exponents(scales)
+        if scales is not None:
+            input_scale = tensor.input_scale if static else None
+            return replace(tensor, kind=kind, scales=scales, rows=rows, group_size=size, input_scale=input_scale)
+    return None
+
+
+def _repeated(tensor: PackedTensor, rows: int, size: int) -> np.ndarray | None:
+    """The scales of smaller blocks, each of which lies in one that the tensor has; None where it does not."""
+    picked = []
+    for side, had, wanted in zip(tensor.shape, (tensor.rows, tensor.group_size), (rows, size), strict=True):
+        had, wanted = (side if n < 0 else n for n in (had, wanted))
+        if had < side and had % wanted:
+            return None
+        picked.append(np.arange(0, side, wanted) // had)
+    return tensor.scales[np.ix_(*picked)]
+
+
+def _exponents(scales: np.ndarray) -> np.ndarray | None:
+    """Powers of two as F8_E8M0; None for other numbers."""
+    mantissas, exponents = np.frexp(scales)
+    bits = exponents + 126  # a mantissa is from 0.5 on
+    return bits.astype(np.uint8) if ((mantissas == 0.5) & (bits >= 0) & (bits < 255)).all() else None

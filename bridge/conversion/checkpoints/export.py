@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 
 from bridge.checkpoint.files.folder import check_folder
 from bridge.checkpoint.files.hub import resolve_gguf
-from bridge.checkpoint.formats.registry import FORMATS
+from bridge.checkpoint.formats.registry import EXPORTED, FORMATS
 from bridge.checkpoint.formats.written import WrittenFormat
 from bridge.checkpoint.write.writer import CheckpointWriter
 from bridge.conversion.checkpoints.block_layer import BlockLayer
@@ -79,8 +79,8 @@ def export(
     cannot hold.
     """
     started, compiled = compiling.clock(), compiling.seconds()
-    if format not in ("floats", *FORMATS):
-        raise BridgeError(f"unknown {parameter('format', format)}: choose floats, {', '.join(FORMATS)}")
+    if format not in ("floats", *EXPORTED):
+        raise BridgeError(f"unknown {parameter('format', format)}: choose floats, {', '.join(EXPORTED)}")
     written = FORMATS.get(format)
     if bits is not None and (written is None or bits not in written.bits):
         known = ", ".join(map(str, written.bits if written else ()))

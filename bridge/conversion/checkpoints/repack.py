@@ -15,6 +15,7 @@ from pathlib import Path
 from bridge.checkpoint import Checkpoint
 from bridge.checkpoint.files.folder import check_folder
 from bridge.checkpoint.files.hub import open_by_name
+from bridge.checkpoint.formats.module_reader import scales_activations
 from bridge.checkpoint.formats.registry import FORMATS
 from bridge.checkpoint.formats.written import WrittenFormat
 from bridge.checkpoint.repack import FORMATS as ZERO_POINT_FORMATS
@@ -22,6 +23,7 @@ from bridge.checkpoint.repack import Rewritten, is_rewritten, rewrite_zero_point
 from bridge.checkpoint.write.writer import CheckpointWriter
 from bridge.conversion.checkpoints.checkpoint_plan import CheckpointPlan
 from bridge.conversion.checkpoints.checkpoint_source import CheckpointSource
+from bridge.conversion.checkpoints.family_names import AssembledLayers, assembled_layers
 from bridge.conversion.checkpoints.layer_plan import AS_FLOATS
 from bridge.conversion.checkpoints.write_layers import Exported, ExportedTensor, calibrated, write_layers
 from bridge.conversion.paths import files_of
@@ -79,7 +81,8 @@ def repack(
     out       the folder to write
     format    as `export` has it; None: GPTQ's own, v1 or v2, with labels that are true. From GPTQ to "gptq" or
               "gptq_v2" zero points alone are rewritten, and everything else is copied byte for byte
-    bits      that layers have at most, as in `export`; 8-bit floats are rounded to them too, which are floats otherwise
+    bits      that layers have at most, as in `export`; 8-bit floats that the format lacks are rounded to them too,
+              and are floats otherwise
     config    folder with config.json and tokenizer, if the source has none
     dtype     of floats: "F16", "BF16" or "F32"; None: as the source has them, and the model's for layers that become
               floats. In MLX BF16 becomes F16, as its scales are
@@ -114,18 +117,23 @@ def repack(
             raise BridgeError(f"{ckpt.path}: is not quantized; `quantize` with {parameter('format')} does that")
         path = expanded(out)
         check_folder(ckpt, path, force, files_of(*(calibrate.files if calibrate else [])))
-        floats = CheckpointSource(ckpt, written, dtype, _folds(ckpt, written))
+        folds, assembled, notes = _of_family(ckpt, written)
+        floats = CheckpointSource(ckpt, written, dtype, folds, assembled)
         reports = {name: ExportedTensor(name, floats.type_of(name), AS_FLOATS) for name in floats.tensors}
-        notes, stored, plan = [*ckpt.notes], None, None
+        notes = [*(note for note in ckpt.notes if note not in ckpt.on_activations), *notes]
+        stored, plan = None, None
         if written is not None:
-            plan = CheckpointPlan(floats.layers(), written, bits, str(ckpt.config.get("model_type")))
+            plan = CheckpointPlan(
+                floats.layers(), written, bits, str(ckpt.config.get("model_type")), float_stacks=len(assembled)
+            )
             floats.config = written.config(floats.config)
             if not plan.layers:
-                raise _no_layers(ckpt, written, bits)
+                raise _no_layers(ckpt, written, bool(written.bits and bits is None and plan.sources))
             if calibrate is not None:
                 stored, more = calibrated(ckpt, path, plan, calibrate, force)
                 notes += more
             notes += plan.notes()
+        notes += _left_out_scales(ckpt, plan)
         with CheckpointWriter(
             floats, path, format if plan else None,
             {module: layer.groups for module, layer in plan.layers.items()} if plan else {},
@@ -144,17 +152,34 @@ def repack(
     )  # fmt: skip
 
 
-def _folds(ckpt: Checkpoint, written: WrittenFormat | None) -> list[Fold]:
-    """Where act-order that the format lacks can be undone; nothing in models of unknown families."""
-    if written is None or written.act_order or all(ckpt.group_order(module) is None for module in ckpt.modules):
-        return []
+def _of_family(
+    ckpt: Checkpoint, written: WrittenFormat | None
+) -> tuple[list[Fold], dict[str, AssembledLayers], list[str]]:
+    """Where act-order that the format lacks can be undone, the tensors that are put together of layers, and a note
+    where that is not known."""
     try:
-        return outline_of(ckpt, "default").folds
-    except BridgeError:
-        return []
+        outline = outline_of(ckpt, "default")
+        assembled = assembled_layers(ckpt, outline, written is not None)
+    except BridgeError as error:
+        names = (*ckpt.modules, *ckpt.tensors)
+        why = f"the names of experts are those that they have here, one by one: {error}"
+        return [], {}, [why] if any(".experts." in name for name in names) else []
+    ordered = written is not None and not written.act_order
+    return outline.folds if ordered else [], assembled, []
 
 
-def _no_layers(ckpt: Checkpoint, written: WrittenFormat, bits: int | None) -> BridgeError:
-    widest = f", or {parameter('bits', written.bits[-1])}, which rounds them" if written.bits and not bits else ""
+def _left_out_scales(ckpt: Checkpoint, plan: CheckpointPlan | None) -> list[str]:
+    """A note on the scales of activations and of the key-value cache that the new checkpoint lacks."""
+    kept = {f"{module}.input_scale" for module, layer in plan.layers.items() if layer.groups.static} if plan else set()
+    owned = ckpt.reader.owned() if ckpt.reader else set()
+    lost = Counter(
+        name.rpartition(".")[2] for name in ckpt.store.tensors if scales_activations(name) and name not in owned | kept
+    )
+    parts = ", ".join(f"{count} {part}" for part, count in sorted(lost.items()))
+    return [f"scales of activations and of the key-value cache are left out: {parts}"] if parts else []
+
+
+def _no_layers(ckpt: Checkpoint, written: WrittenFormat, roundable: bool) -> BridgeError:
+    widest = f", or {parameter('bits', written.bits[-1])}, which rounds them" if roundable else ""
     floats = parameter("format", "floats")
     return BridgeError(f"{ckpt.path}: has no layer that {written.name} holds; choose {floats}{widest}")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bridge.checkpoint import Checkpoint
+from bridge.checkpoint.formats.written import Groups
 from bridge.checkpoint.write.block_words import ReusedArrays
 from bridge.checkpoint.write.writer import CheckpointWriter
 from bridge.conversion.checkpoints.checkpoint_plan import CheckpointPlan
@@ -45,7 +46,8 @@ class ExportedTensor:
     how: str  # EXACT, ALL_CODES (scales rounded), ROUNDED, CALIBRATED or AS_FLOATS
     bits: int = 0
     group_size: int = 0
-    kind: str = "int"  # of the codes: int, NVFP4 or MXFP4
+    kind: str = "int"  # of the codes: int, NVFP4, MXFP4, FP8 or MXFP8
+    rows: int = 1  # that share a scale; -1: all
     nmse: float = 0.0  # squared error over squared weights, of a quantized layer
     share: float | None = None  # the error as a share of the type's own noise, where that is known
 
@@ -59,16 +61,17 @@ class Exported(FolderReport):
     def table(self) -> list[str]:
         """A row for each type and what became of it."""
         rows: list[tuple[str, ...]] = [("tensors", "type", "becomes", "codes", "NMSE", "of its own noise")]
-        groups: dict[tuple[str | int, ...], list[ExportedTensor]] = {}
+        groups: dict[tuple[str, str, str], list[ExportedTensor]] = {}
         for t in self.tensors:
-            groups.setdefault((t.type, t.how, t.kind, t.bits, t.group_size), []).append(t)
-        for (type, how, kind, bits, size), members in groups.items():
-            form = f"{bits} bits" if kind == "int" else str(kind)
-            form = f"{form}, groups of {size}" if bits else self.format if self.format == "floats" else "floats"
+            form = self.format if self.format == "floats" else "floats"
+            if t.bits:
+                form = Groups(t.bits, t.group_size, kind=t.kind, rows=t.rows).in_words()
+            groups.setdefault((t.type, t.how, form), []).append(t)
+        for (type, how, form), members in groups.items():
             worst = max(t.nmse for t in members)
             error = "" if how == AS_FLOATS else "exact" if worst == 0 else f"{worst:.1e}"
             shares = [t.share for t in members if t.share]
-            rows.append((str(len(members)), str(type), form, str(how), error, percent(max(shares)) if shares else ""))
+            rows.append((str(len(members)), type, form, how, error, percent(max(shares)) if shares else ""))
         return align(rows, (False, True, True, True, False, False))
 
     def summary(self) -> str:
@@ -147,5 +150,5 @@ def _report(layer: Layer, plan: LayerPlan, error: float, signal: float) -> Expor
     groups, how = plan.groups, plan.how
     return ExportedTensor(
         f"{layer.module}.weight", layer.type, ALL_CODES if how == EXACT and error else how, groups.bits,
-        groups.group_size, groups.kind, error / signal if signal else 0.0, layer.share(how, error),
+        groups.group_size, groups.kind, groups.rows, error / signal if signal else 0.0, layer.share(how, error),
     )  # fmt: skip
