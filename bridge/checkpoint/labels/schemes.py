@@ -22,6 +22,7 @@ from typing import Any
 from bridge.checkpoint.formats.fp8 import read_block
 from bridge.checkpoint.formats.written import Groups, QuantizedLayers
 from bridge.checkpoint.labels.quant_config import QuantConfig
+from bridge.checkpoint.tensor_names import pattern_of
 from bridge.errors import BridgeError
 from bridge.system.fields import table, whole_number
 from bridge.system.patterns import matched, pattern_problem
@@ -213,13 +214,13 @@ def schemes_of(layers: QuantizedLayers) -> dict[str, Any]:
         "config_groups": {
             f"group_{i}": {
                 "format": formats[groups],
-                "targets": [*map(_target, names)] if len(schemes) > 1 else ["Linear"],
+                "targets": [_target(name, layers.towers) for name in names] if len(schemes) > 1 else ["Linear"],
                 "weights": _weights(groups),
             }
             for i, (groups, names) in enumerate(schemes.items())
         },
         "ignore": [
-            *map(_target, layers.floats),
+            *(_target(name, layers.towers) for name in layers.floats),
             *([_TOWERS] if layers.towers else []),
             *(["lm_head"] if "lm_head" not in layers.groups else []),
         ],
@@ -236,9 +237,9 @@ def _weights(groups: Groups) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _target(name: str) -> str:
-    """A layer's name; a pattern of both where transformers' modules have other names than checkpoints."""
-    pattern = re.escape(name)
+def _target(name: str, parts: bool) -> str:
+    """A layer's name; a pattern of all where modules of programs have other names than checkpoints."""
+    plain = pattern = pattern_of(name, parts)
     for ours, both in _RENAMED.items():
         pattern = pattern.replace(re.escape(ours), both)
-    return name if pattern == re.escape(name) else f"re:{pattern}$"
+    return name if pattern == plain and not parts else f"re:{pattern}"

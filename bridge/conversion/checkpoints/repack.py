@@ -17,6 +17,7 @@ from bridge.checkpoint.files.folder import check_folder
 from bridge.checkpoint.files.hub import kind_of, open_by_name
 from bridge.checkpoint.formats.registry import FORMATS
 from bridge.checkpoint.formats.written import WrittenFormat
+from bridge.checkpoint.labels.hosts import HOSTS, for_host
 from bridge.checkpoint.repack import FORMATS as ZERO_POINT_FORMATS
 from bridge.checkpoint.repack import Rewritten, is_rewritten, rewrite_zero_points
 from bridge.checkpoint.write.writer import CheckpointWriter
@@ -65,6 +66,7 @@ def repack(
     out: str | Path,
     format: str | None = None,
     *,
+    host: str | None = None,
     bits: int | None = None,
     config: str | Path | None = None,
     dtype: str | None = None,
@@ -79,6 +81,8 @@ def repack(
     out       the folder to write
     format    as `export` has it; None: GPTQ's own, v1 or v2, with labels that are true. From GPTQ to "gptq" or
               "gptq_v2" zero points alone are rewritten, and everything else is copied byte for byte
+    host      the program that is to load it: transformers, vllm, sglang or mlx. It has only what that reads; None:
+              what the format holds
     bits      that layers have at most, as in `export`; 8-bit floats are rounded to them too, which are floats otherwise
     config    folder with config.json and tokenizer, if the source has none
     dtype     of floats: "F16", "BF16" or "F32"; None: as the source has them, and the model's for layers that become
@@ -97,6 +101,10 @@ def repack(
     if dtype not in (None, *DTYPES):
         raise BridgeError(f"unknown {parameter('dtype', dtype)}: choose {', '.join(DTYPES)}")
     written = FORMATS.get(format or "")
+    if host is not None:
+        if format is None:
+            raise refused("host", host, f"give {parameter('format')} too")
+        written = for_host(written, host)
     if format is None and (bits, dtype, calibrate) != (None, None, None):
         raise BridgeError(f"give {parameter('format')}: without it, zero points and labels alone are rewritten")
     if bits is not None and (written is None or bits not in written.bits):
@@ -109,7 +117,7 @@ def repack(
     if kind_of(str(source), config) == "gguf":
         raise BridgeError(f"{source}: is a GGUF; `export` writes checkpoints of these")
     with open_by_name(source, config) as ckpt:
-        unchanged = bits is None and dtype is None and calibrate is None
+        unchanged = (bits, dtype, calibrate, host) == (None, None, None, None)
         if format is None or (unchanged and format in ZERO_POINT_FORMATS and is_rewritten(ckpt)):
             return rewrite_zero_points(ckpt, expanded(out), format, clamp=clamp, force=force, progress=progress)
         if ckpt.reader is None:
@@ -120,7 +128,8 @@ def repack(
         reports = {name: ExportedTensor(name, floats.type_of(name), AS_FLOATS) for name in floats.tensors}
         notes, stored, plan = [*ckpt.notes], None, None
         if written is not None:
-            plan = CheckpointPlan(floats.layers(), written, bits, str(ckpt.config.get("model_type")))
+            model_type, joins = str(ckpt.config.get("model_type")), host is not None and HOSTS[host].joins
+            plan = CheckpointPlan(floats.layers(), written, bits, model_type, joins=joins)
             floats.config = written.config(floats.config)
             if not plan.layers:
                 raise _no_layers(ckpt, written, bits)
