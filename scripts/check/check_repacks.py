@@ -99,7 +99,7 @@ def repacked(source: Path, format: str, program: str, scratch: Path, host: bool)
         return folder, ""
     folder = scratch / f"{source.name}-{program if host else ''}-{format}"
     try:
-        done = bridge.repack(source, folder, format, force=True, **({"host": HOSTS[program]} if host else {}))
+        done = bridge.repack(source, folder, format, host=HOSTS.get(program) if host else None, force=True)
     except BridgeError as error:
         return folder, str(error).partition(": ")[2]
     if not isinstance(done, Repacked):

@@ -70,6 +70,7 @@ import os
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
 import torch
 from vllm import LLM, SamplingParams
+from vllm.model_executor.layers.quantization import auto_gptq
 from vllm.model_executor.kernels.linear.mixed_precision.cpu import CPUWNA16LinearKernel as Kernel
 from vllm.model_executor.layers.quantization.utils.quant_utils import unpack_quantized_values_into_int32 as unpacked
 def dequantize(kernel, layer):
@@ -82,7 +83,8 @@ def dequantize(kernel, layer):
 def multiply(kernel, layer, x, bias=None):
     return x @ layer.floats if bias is None else x @ layer.floats + bias
 def logits_of(folder):
-    if not hasattr(torch.ops._C, "cpu_gemm_wna16"):  # which a CPU without AVX-512 lacks
+    if not hasattr(torch.ops._C, "cpu_gemm_wna16"):  # which a CPU without AVX-512 lacks: PyTorch multiplies
+        auto_gptq.verify_marlin_supported = lambda **_: None
         Kernel.can_implement = classmethod(lambda cls, config: (True, None))
         Kernel._process_gptq_weights_w4a16, Kernel.apply_weights = dequantize, multiply
     model = LLM(folder, dtype="float16", enforce_eager=True, max_model_len=256, max_logprobs=-1,

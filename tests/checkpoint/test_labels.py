@@ -90,6 +90,18 @@ def test_schemes_fit_any_programs_names_of_a_model_of_several_parts(block: str) 
     assert not matches(f"{block}.mlp.gate_proj", ignored(quant), None)
 
 
+def test_experts_that_are_alike_have_one_target_which_is_a_pattern() -> None:
+    """transformers takes the experts' scheme from the patterns; the many experts of a layer have one."""
+    experts = {f"{BLOCK}.mlp.experts.{i}.up_proj": EIGHT for i in range(3)}
+    floats = [f"model.layers.1.mlp.experts.{i}.up_proj" for i in range(3)] + [f"{BLOCK}.mlp.experts.2.down_proj"]
+    experts |= {f"{BLOCK}.mlp.experts.{i}.down_proj": EIGHT for i in range(2)}
+    raw = labels("compressed-tensors", linears(BLOCK) | linears("model.layers.1") | experts, floats)
+    targets = next(group["targets"] for group in raw["config_groups"].values() if group["weights"]["num_bits"] == 8)
+    blocks = [rf"re:^model\.layers\.{i}\.mlp\.experts" for i in range(2)]
+    assert targets == [rf"{blocks[0]}\.\d+\.up_proj$", *(rf"{blocks[0]}\.{i}\.down_proj$" for i in range(2))]
+    assert raw["ignore"] == [rf"{blocks[1]}\.\d+\.up_proj$", rf"{blocks[0]}\.2\.down_proj$", "lm_head"]
+
+
 def test_mlx_has_the_names_that_its_programs_have_for_a_model_of_several_parts() -> None:
     layer = "model.language_model.layers.0.mlp.down_proj"
     said = labels("mlx", {**linears("model.language_model.layers.1"), layer: EIGHT, "lm_head": EIGHT}, [], towers=True)

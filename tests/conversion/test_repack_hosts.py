@@ -10,12 +10,13 @@ import pytest
 import bridge
 from bridge.checkpoint.formats.registry import FORMATS
 from bridge.checkpoint.formats.written import Groups
-from bridge.checkpoint.labels.hosts import HOSTS
+from bridge.checkpoint.labels.hosts import HOSTS, check_for_host
 from bridge.cli import main
 from bridge.conversion.checkpoints.checkpoint_plan import with_joined_alike
 from bridge.conversion.checkpoints.layer_plan import EXACT, LayerPlan
 from bridge.errors import BridgeError
 from tests.support.encode import write_gptq
+from tests.support.tiny_models import save_model
 
 Q, K, V, OUT = (f"model.layers.0.self_attn.{part}_proj" for part in "qkvo")
 
@@ -97,6 +98,42 @@ def test_gptq_of_3_bits_becomes_4_bits_for_vllm(source, tmp_path):
     done = bridge.repack(source(bits=3), tmp_path / "out", "gptq", host="vllm")
     assert {(t.how, t.bits) for t in done.tensors if t.bits} == {("exact", 4)}
     assert same_weights(source(bits=3), tmp_path / "out")
+
+
+@pytest.mark.parametrize("format", ["gptq", "gptq_v2"])
+def test_gptq_of_several_forms_is_refused_for_transformers(format, small_model, tmp_path):
+    bits = {"model.layers.0.mlp.down_proj": 8}
+    write_gptq(
+        tmp_path / "mixed", small_model, 4, 64, checkpoint_format="gptq_v2", module_bits=lambda n: bits.get(n, 4)
+    )
+    reason = f"it reads {format} only if all layers have the same bits and groups; choose another format: compressed-"
+    with pytest.raises(BridgeError, match=reason):
+        bridge.repack(tmp_path / "mixed", tmp_path / "out", format, host="transformers")
+    assert bridge.repack(tmp_path / "mixed", tmp_path / "out", "compressed-tensors", host="transformers").tensors
+
+
+@pytest.mark.parametrize("format", ["gptq", "gptq_v2", "awq"])
+def test_coded_experts_are_refused_for_transformers_where_it_reads_none(format):
+    layers = {"model.layers.0.mlp.experts.1.down_proj": Groups(4, 32)}
+    reason = f"it reads no experts of {format}; choose another format: floats, compressed-tensors"
+    with pytest.raises(BridgeError, match=reason):
+        check_for_host(layers, False, format, "transformers")
+    for host, others in (("vllm", format), ("sglang", format), ("transformers", "compressed-tensors")):
+        check_for_host(layers, False, others, host)
+
+
+def test_layers_that_became_floats_are_refused_where_all_must_be_quantized():
+    with pytest.raises(BridgeError, match="only if all layers"):
+        check_for_host({Q: Groups(4, 32)}, True, "gptq", "transformers")
+
+
+def test_a_head_is_floats_where_a_program_reads_no_other(tmp_path):
+    model = save_model(tmp_path / "model", "LlamaConfig")
+    write_gptq(tmp_path / "head", model, 4, 64, checkpoint_format="gptq_v2", lm_head=True)
+    for host, coded in (("transformers", False), ("vllm", True)):
+        bridge.repack(tmp_path / "head", tmp_path / host, "gptq", host=host)
+        with bridge.open_checkpoint(tmp_path / host) as ckpt:
+            assert ("lm_head" in ckpt.modules) is coded
 
 
 def test_layers_that_vllm_joins_have_one_form():

@@ -8,38 +8,56 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from bridge.checkpoint.formats.written import WrittenFormat
-from bridge.errors import parameter, refused
+from bridge.checkpoint.formats.written import Groups, WrittenFormat
+from bridge.checkpoint.tensor_names import expert_of
+from bridge.errors import BridgeError, parameter, refused
 
-_MARLIN = {"bits": (4, 8), "zeros": "middle", "rounding": "symmetric"}
-_NO_ACT_ORDER = {"act_order": False, "order_part": ""}
+
+@dataclass(frozen=True)
+class Reading:
+    """What a program reads of a format.
+
+    changes   fields of the format's record that differ
+    one_form  layers must all be quantized alike
+    experts   whether the experts of a mixture may have codes
+    """
+
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    one_form: bool = False
+    experts: bool = True
 
 
 @dataclass(frozen=True)
 class Host:
     """A program that loads checkpoints.
 
-    formats  those that it reads beside floats -> the fields of the format that differ for it
+    formats  those that it reads beside floats
     joins    it makes one layer of several, such as q, k and v, which must then be quantized alike
     """
 
-    formats: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    formats: Mapping[str, Reading]
     joins: bool = False
 
 
+_NO_ACT_ORDER = {"act_order": False, "order_part": ""}
+_MARLIN = {"bits": (4, 8), "zeros": "middle", "rounding": "symmetric"}
+_MIDDLE = Reading({"zeros": "middle", **_NO_ACT_ORDER})
+_OPTIMUM = Reading({"head": False}, one_form=True, experts=False)  # which loads GPTQ for transformers
+_VLLM_GPTQ, _SGLANG_GPTQ = Reading(_MARLIN | _NO_ACT_ORDER), Reading(_MARLIN)
+
 HOSTS = {
     "transformers": Host({
-        "compressed-tensors": {"zeros": "middle", **_NO_ACT_ORDER}, "gptq": {}, "gptq_v2": {}, "gptq_p": {}, "awq": {},
-        "hqq": {},
+        "compressed-tensors": _MIDDLE, "awq": Reading(experts=False), "gptq": _OPTIMUM, "gptq_v2": _OPTIMUM,
     }),
     "vllm": Host({
-        "compressed-tensors": _NO_ACT_ORDER, "gptq": _MARLIN | _NO_ACT_ORDER, "gptq_v2": _MARLIN | _NO_ACT_ORDER,
-        "awq": {}, "modelopt": {},
+        "compressed-tensors": Reading(_NO_ACT_ORDER), "awq": Reading(), "gptq": _VLLM_GPTQ, "gptq_v2": _VLLM_GPTQ,
+        "modelopt": Reading(),
     }, joins=True),
-    "sglang": Host(
-        {"compressed-tensors": {}, "gptq": _MARLIN, "gptq_v2": _MARLIN, "awq": {}, "modelopt": {}}, joins=True
-    ),
-    "mlx": Host({"mlx": {}}),
+    "sglang": Host({
+        "compressed-tensors": Reading(), "awq": Reading(), "gptq": _SGLANG_GPTQ, "gptq_v2": _SGLANG_GPTQ,
+        "modelopt": Reading(),
+    }, joins=True),
+    "mlx": Host({"mlx": Reading()}),
 }  # fmt: skip
 
 
@@ -49,6 +67,19 @@ def for_host(written: WrittenFormat | None, host: str) -> WrittenFormat | None:
         return None
     formats = HOSTS[host].formats
     if written.name not in formats:
-        others = ", ".join(["floats", *formats])
-        raise refused("host", host, f"it does not read {written.name}; choose another {parameter('format')}: {others}")
-    return replace(written, **formats[written.name])
+        raise _refused(host, f"it does not read {written.name}", ["floats", *formats])
+    return replace(written, **formats[written.name].changes)
+
+
+def check_for_host(layers: Mapping[str, Groups], floats: bool, format: str, host: str) -> None:
+    """Raise BridgeError if the program does not read layers of these groups; `floats`: others became floats."""
+    reading = HOSTS[host].formats[format]
+    others = [name for name, other in HOSTS[host].formats.items() if other != reading]
+    if not reading.experts and any(expert_of(module) for module in layers):
+        raise _refused(host, f"it reads no experts of {format}", ["floats", *others])
+    if reading.one_form and (floats or len({(groups.bits, groups.group_size) for groups in layers.values()}) > 1):
+        raise _refused(host, f"it reads {format} only if all layers have the same bits and groups", others)
+
+
+def _refused(host: str, why: str, others: list[str]) -> BridgeError:
+    return refused("host", host, f"{why}; choose another {parameter('format')}: {', '.join(others)}")

@@ -34,8 +34,8 @@ def add_parser(commands: Any) -> None:
     )  # fmt: skip
     p.add_argument(
         "--for", dest="host", choices=HOSTS, metavar="PROGRAM",
-        help=f"the program that is to load it, {in_words(HOSTS)}: what that does not read of the format is changed, or "
-        "refused (default: all that the format holds)",
+        help=f"the program that is to load it, {in_words([*HOSTS])}: what it does not read of the format is changed "
+        "or refused (default: all that the format holds)",
     )  # fmt: skip
     p.add_argument(
         "--bits", type=int, metavar="N",

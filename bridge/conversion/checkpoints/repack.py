@@ -17,7 +17,7 @@ from bridge.checkpoint.files.folder import check_folder
 from bridge.checkpoint.files.hub import kind_of, open_by_name
 from bridge.checkpoint.formats.registry import FORMATS
 from bridge.checkpoint.formats.written import WrittenFormat
-from bridge.checkpoint.labels.hosts import HOSTS, for_host
+from bridge.checkpoint.labels.hosts import HOSTS, check_for_host, for_host
 from bridge.checkpoint.repack import FORMATS as ZERO_POINT_FORMATS
 from bridge.checkpoint.repack import Rewritten, is_rewritten, rewrite_zero_points
 from bridge.checkpoint.write.writer import CheckpointWriter
@@ -136,6 +136,9 @@ def repack(
             if calibrate is not None:
                 stored, more = calibrated(ckpt, path, plan, calibrate, force)
                 notes += more
+            if host is not None:
+                layers = {module: layer.groups for module, layer in plan.layers.items()}
+                check_for_host(layers, len(layers) < len(plan.sources), written.name, host)
             notes += plan.notes()
         with CheckpointWriter(
             floats, path, format if plan else None,
