@@ -44,6 +44,11 @@ def layer_of(name: str) -> int | None:
     return int(layer[1]) if layer else None
 
 
+def part_of_block(name: str) -> str:
+    """A name with * for the number of the layer."""
+    return _LAYER.sub(".*.", name, count=1)
+
+
 def expert_of(name: str) -> ExpertName | None:
     """The parts of a name of one expert's tensor or module; None for others."""
     expert = _EXPERT.fullmatch(name)

@@ -117,14 +117,26 @@ def test_coded_experts_are_refused_for_transformers_where_it_reads_none(format):
     layers = {"model.layers.0.mlp.experts.1.down_proj": Groups(4, 32)}
     reason = f"it reads no experts of {format}; choose another format: floats, compressed-tensors"
     with pytest.raises(BridgeError, match=reason):
-        check_for_host(layers, False, format, "transformers")
+        check_for_host(layers, [], format, "transformers")
     for host, others in (("vllm", format), ("sglang", format), ("transformers", "compressed-tensors")):
-        check_for_host(layers, False, others, host)
+        check_for_host(layers, [], others, host)
 
 
-def test_layers_that_became_floats_are_refused_where_all_must_be_quantized():
+@pytest.mark.parametrize("floats", [[], ["model.layers.1.mlp.experts.0.down_proj"]])
+def test_experts_of_several_forms_are_refused_for_transformers(floats):
+    layers = {"model.layers.0.mlp.experts.0.down_proj": Groups(4, 32), Q: Groups(8, 32)}
+    check_for_host(layers, [K], "compressed-tensors", "transformers")
+    if not floats:
+        layers["model.layers.1.mlp.experts.0.down_proj"] = Groups(8, 32)
+    with pytest.raises(BridgeError, match="compressed-tensors only if all experts have the same bits and groups"):
+        check_for_host(layers, floats, "compressed-tensors", "transformers")
+    check_for_host(layers, floats, "compressed-tensors", "vllm")
+
+
+def test_a_layer_of_floats_is_refused_where_that_of_all_blocks_must_be_quantized():
+    check_for_host({Q: Groups(4, 32)}, [K, "lm_head", "model.layers.1.mlp.gate"], "gptq", "transformers")
     with pytest.raises(BridgeError, match="only if all layers"):
-        check_for_host({Q: Groups(4, 32)}, True, "gptq", "transformers")
+        check_for_host({Q: Groups(4, 32)}, [Q.replace("layers.0", "layers.1")], "gptq", "transformers")
 
 
 def test_a_head_is_floats_where_a_program_reads_no_other(tmp_path):

@@ -4,12 +4,12 @@ Names, and the labels of what is not quantized, need no choice: they fit all of 
 narrows the format, and layers are planned as for one that cannot hold it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from bridge.checkpoint.formats.written import Groups, WrittenFormat
-from bridge.checkpoint.tensor_names import expert_of
+from bridge.checkpoint.tensor_names import expert_of, part_of_block
 from bridge.errors import BridgeError, parameter, refused
 
 
@@ -18,12 +18,12 @@ class Reading:
     """What a program reads of a format.
 
     changes   fields of the format's record that differ
-    one_form  layers must all be quantized alike
+    one_form  what must all be quantized alike, "layers" or "experts"
     experts   whether the experts of a mixture may have codes
     """
 
     changes: Mapping[str, Any] = field(default_factory=dict)
-    one_form: bool = False
+    one_form: Literal["", "layers", "experts"] = ""
     experts: bool = True
 
 
@@ -41,8 +41,8 @@ class Host:
 
 _NO_ACT_ORDER = {"act_order": False, "order_part": ""}
 _MARLIN = {"bits": (4, 8), "zeros": "middle", "rounding": "symmetric"}
-_MIDDLE = Reading({"zeros": "middle", **_NO_ACT_ORDER})
-_OPTIMUM = Reading({"head": False}, one_form=True, experts=False)  # which loads GPTQ for transformers
+_MIDDLE = Reading({"zeros": "middle", **_NO_ACT_ORDER}, one_form="experts")
+_OPTIMUM = Reading({"head": False}, one_form="layers", experts=False)  # which loads GPTQ for transformers
 _VLLM_GPTQ, _SGLANG_GPTQ = Reading(_MARLIN | _NO_ACT_ORDER), Reading(_MARLIN)
 
 HOSTS = {
@@ -71,14 +71,17 @@ def for_host(written: WrittenFormat | None, host: str) -> WrittenFormat | None:
     return replace(written, **formats[written.name].changes)
 
 
-def check_for_host(layers: Mapping[str, Groups], floats: bool, format: str, host: str) -> None:
-    """Raise BridgeError if the program does not read layers of these groups; `floats`: others became floats."""
-    reading = HOSTS[host].formats[format]
+def check_for_host(layers: Mapping[str, Groups], floats: Collection[str], format: str, host: str) -> None:
+    """Raise BridgeError if the program does not read layers of these groups, beside these modules of floats."""
+    reading, experts = HOSTS[host].formats[format], {module for module in (*layers, *floats) if expert_of(module)}
     others = [name for name, other in HOSTS[host].formats.items() if other != reading]
-    if not reading.experts and any(expert_of(module) for module in layers):
+    if not reading.experts and not experts.isdisjoint(layers):
         raise _refused(host, f"it reads no experts of {format}", ["floats", *others])
-    if reading.one_form and (floats or len({(groups.bits, groups.group_size) for groups in layers.values()}) > 1):
-        raise _refused(host, f"it reads {format} only if all layers have the same bits and groups", others)
+    alike = experts if reading.one_form == "experts" else {*layers} if reading.one_form else set()
+    parts = {*map(part_of_block, alike)}
+    forms = {(g.bits, g.group_size, g.kind) for g in map(layers.get, alike) if g}
+    if len(forms) > 1 or any(part_of_block(module) in parts for module in floats):
+        raise _refused(host, f"it reads {format} only if all {reading.one_form} have the same bits and groups", others)
 
 
 def _refused(host: str, why: str, others: list[str]) -> BridgeError:

@@ -138,7 +138,8 @@ def repack(
                 notes += more
             if host is not None:
                 layers = {module: layer.groups for module, layer in plan.layers.items()}
-                check_for_host(layers, len(layers) < len(plan.sources), written.name, host)
+                modules = {name.removesuffix(".weight") for name in floats.tensors}
+                check_for_host(layers, modules - layers.keys(), written.name, host)
             notes += plan.notes()
         with CheckpointWriter(
             floats, path, format if plan else None,
