@@ -165,6 +165,11 @@ def test_rows_and_groups_are_joined_as_groups():
     assert {plan.groups.group_size for plan in with_joined_alike(plans).values() if plan} == {64}
 
 
+def test_an_unknown_program_is_refused_with_those_that_are_known(source, tmp_path):
+    with pytest.raises(BridgeError, match="unknown host='ollama': choose transformers, vllm, sglang, mlx"):
+        bridge.repack(source(), tmp_path / "out", "gptq", host="ollama")
+
+
 def test_a_program_needs_a_format(source, tmp_path, capsys):
     assert main(["repack", str(source()), str(tmp_path / "out"), "--for", "vllm"]) == 2
     assert "--for vllm: give --format too" in capsys.readouterr().err

@@ -34,8 +34,7 @@ def add_parser(commands: Any) -> None:
     )  # fmt: skip
     p.add_argument(
         "--for", dest="host", choices=HOSTS, metavar="PROGRAM",
-        help=f"the program that is to load it, {in_words([*HOSTS])}: what it does not read of the format is changed "
-        "or refused (default: all that the format holds)",
+        help=f"write only what this program reads: {in_words([*HOSTS])}",
     )  # fmt: skip
     p.add_argument(
         "--bits", type=int, metavar="N",

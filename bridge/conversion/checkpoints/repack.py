@@ -102,6 +102,8 @@ def repack(
         raise BridgeError(f"unknown {parameter('dtype', dtype)}: choose {', '.join(DTYPES)}")
     written = FORMATS.get(format or "")
     if host is not None:
+        if host not in HOSTS:
+            raise BridgeError(f"unknown {parameter('host', host)}: choose {', '.join(HOSTS)}")
         if format is None:
             raise refused("host", host, f"give {parameter('format')} too")
         written = for_host(written, host)
