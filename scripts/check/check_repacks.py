@@ -51,8 +51,8 @@ def measure(options: argparse.Namespace) -> Lines:
             hows: dict[Path, tuple[str, ...]] = {}
             for source in map(Path, options.sources):
                 for format in formats:
-                    if (case := repacked(source, format, program, scratch, vars(options)["for"])) is not None:
-                        hows[case[0]] = source.name, format, case[1]
+                    if (written := repacked(source, format, program, scratch, vars(options)["for"])) is not None:
+                        hows[written[0]] = source.name, format, written[1]
             readable = [case for case in hows if case.exists()]
             for tokens in sorted({references[hows[case][0]] for case in readable}):
                 group = [case for case in readable if references[hows[case][0]] == tokens]
