@@ -71,7 +71,10 @@ def test_awq_names_fit_any_programs_names_of_a_model_of_several_parts(block: str
     shards = [f"model.layers.0.self_attn.{part}_proj" for part in "qkv"]
     floats = [*shards, TOWER[0]]
     quantized = {name: groups for name, groups in linears(PARTS[0]).items() if name not in floats}
-    listed = labels("awq", quantized, floats, towers=True)["modules_to_not_convert"]
+    config = labels("awq", quantized, floats, towers=True)
+    listed = config["modules_to_not_convert"]
+    assert rule(config, f"{block}.self_attn.q_proj") is False  # GPTQModel
+    assert rule(config, f"{block}.self_attn.o_proj") is None
     for module in (f"{block}.self_attn.q_proj", f"{block}.self_attn.qkv_proj", *TOWER):
         assert any(name in module for name in listed), module  # vLLM, SGLang
         assert any(module.endswith(name) for name in listed), module  # transformers
