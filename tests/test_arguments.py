@@ -55,7 +55,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], dict[str, Any], list[str]]] = {
     "repack": (
         bridge.repack,
         {"source": NOWHERE, "out": NOWHERE},
-        ["source", "out", "checkpoint_format", "config", "clamp", "force", "progress"],
+        ["source", "out", "format", "host", "bits", "config", "dtype", "calibrate", "clamp", "force", "progress"],
     ),
     "quantize_gguf": (
         bridge.quantize_gguf,

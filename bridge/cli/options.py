@@ -111,7 +111,7 @@ def as_flag(name: str, value: object = None) -> str:
     from bridge.runtime.sampling import Sampling
 
     spelled = {f.name: _spelled(f)[0] for s in (Sampling, Calibration, Budget, ConvertOptions) for f in fields(s)}
-    spelled["template_options"] = "--template-option"
+    spelled |= {"template_options": "--template-option", "host": "--for"}
     flag = spelled.get(name, f"--{name.replace('_', '-')}")
     if isinstance(value, tuple):
         value = ("/" if isinstance(value[0], int) else "=").join(map(str, value))

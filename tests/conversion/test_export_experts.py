@@ -103,6 +103,12 @@ def test_matrices_of_a_stack_share_the_form_that_holds_all() -> None:
     assert shared_plan([exact, replace(exact, groups=Groups(4, 32, kind="MXFP4"))]) is None
 
 
+def test_mlx_has_the_older_names_in_the_language_model_of_several_parts_too() -> None:
+    config = {"text_config": {"num_local_experts": 3}, "tie_word_embeddings": False}
+    text = {"num_local_experts": 3, "num_experts": 3, "tie_word_embeddings": False}
+    assert mlx_config(config) == {"text_config": text, "tie_word_embeddings": False}
+
+
 def test_mlx_has_the_older_names_of_rope_and_experts_too() -> None:
     rules = {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0, "partial_rotary_factor": 0.5}
     made = mlx_config({"rope_parameters": rules, "num_local_experts": 3})

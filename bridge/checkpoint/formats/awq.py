@@ -33,6 +33,7 @@ from bridge.checkpoint.formats.written import Groups, Parts, QuantizedLayers, Sh
 from bridge.checkpoint.formats.zeros import unscaled
 from bridge.checkpoint.grouped import CodedTensor, GroupedTensor, fit_group_size
 from bridge.checkpoint.labels.quant_config import QuantConfig
+from bridge.checkpoint.tensor_names import bare_name, pattern_of
 from bridge.errors import BridgeError
 
 # gemv_fast: the stored order of each 32 input features
@@ -254,8 +255,12 @@ def _labels(layers: QuantizedLayers) -> dict[str, Any]:
     if layers.others():
         raise BridgeError("AWQ has one group size for all layers; gptq_v2 has one per layer")
     # readers search names within names: one that is part of a quantized layer's would exclude that too
-    left = [name for name in layers.floats if not any(name in layer for layer in layers.groups)]
-    labels = {"quant_method": "awq", "version": "gemm", "zero_point": True}  # qzeros exist, symmetric or not
+    every = layers.with_joined()
+    names = map(bare_name, every.floats) if layers.towers else every.floats
+    left = [name for name in names if not any(name in layer for layer in every.groups)]
+    labels: dict[str, Any] = {"quant_method": "awq", "version": "gemm", "zero_point": True}  # qzeros always exist
+    if layers.floats:  # GPTQModel reads rules alone
+        labels["dynamic"] = {f"-:{pattern_of(name, layers.towers)}": {} for name in layers.floats}
     return {"quantization_config": {**layers.usual.sizes(), **labels, "modules_to_not_convert": left or None}}
 
 

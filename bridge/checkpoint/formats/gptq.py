@@ -312,9 +312,11 @@ def _labels(format: str, layers: QuantizedLayers) -> dict[str, Any]:
     usual, writers = layers.usual, packer()
     if layers.asymmetric and format == V1.name:
         writers.append(OWN_BITS_WRITER)
+    every = layers.with_joined()
     labels = gptq_labels(
         format, usual.bits, usual.group_size, desc_act=layers.act_order, sym=not layers.asymmetric,
-        floats=layers.floats, others={name: groups.sizes() for name, groups in layers.others().items()},
+        floats=every.floats, others={n: groups.sizes() for n, groups in every.groups.items() if groups != usual},
+        parts=layers.towers,
     )  # fmt: skip
     labels |= {"lm_head": "lm_head" in layers.groups, "format": format, "pack_dtype": "int32"}
     return {"quantization_config": labels | {"meta": {"quantizer": writers, "packer": packer()}}}

@@ -40,6 +40,7 @@ from bridge.checkpoint.formats.module_reader import ModuleInfo, Reader, modules_
 from bridge.checkpoint.formats.written import Groups, Parts, QuantizedLayers, Shapes, WrittenFormat, have_shapes
 from bridge.checkpoint.grouped import CodedTensor, GroupedTensor, PackedTensor
 from bridge.checkpoint.labels.quant_config import QuantConfig
+from bridge.checkpoint.tensor_names import bare_name
 from bridge.errors import BridgeError
 from bridge.system.fields import table, whole_number
 
@@ -352,8 +353,15 @@ def _products(factor: int) -> np.ndarray:
 
 
 def _labels(layers: QuantizedLayers) -> dict[str, Any]:
-    table = {**_mode(layers.usual), **{name: _mode(groups) for name, groups in layers.others().items()}}
+    others = {key: _mode(groups) for name, groups in layers.others().items() for key in _keys(name, layers.towers)}
+    table = {**_mode(layers.usual), **others}
     return {"quantization": table, "quantization_config": table}
+
+
+def _keys(module: str, towers: bool) -> tuple[str, ...]:
+    """A layer's name, and the one that MLX's programs have for it in models of several parts."""
+    bare = bare_name(module)
+    return (module, f"language_model.{'model.' if bare != module else ''}{bare}") if towers else (module,)
 
 
 def _mode(groups: Groups) -> dict[str, Any]:

@@ -40,7 +40,8 @@ def module_of(stack: str, expert: int) -> str:
 
 
 def mlx_config(config: dict[str, Any]) -> dict[str, Any]:
-    """config.json with both names of rope's rules and of the number of experts."""
+    """config.json with both names of rope's rules and of the number of experts, its language model's too; that says
+    whether the head is tied."""
     older: dict[str, Any] = {}
     rules = config.get("rope_parameters")
     if isinstance(rules, dict) and "rope_theta" in rules:
@@ -54,4 +55,8 @@ def mlx_config(config: dict[str, Any]) -> dict[str, Any]:
             older["partial_rotary_factor"] = rules["partial_rotary_factor"]
     if config.get("num_local_experts"):
         older["num_experts"] = config["num_local_experts"]
-    return {**older, **config}
+    made = {**older, **config}
+    if isinstance(text := config.get("text_config"), dict):
+        tied = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
+        made["text_config"] = {**tied, **mlx_config(text)}
+    return made

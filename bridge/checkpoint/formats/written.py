@@ -19,6 +19,7 @@ import numpy as np
 from bridge.checkpoint.files.dtypes import as_float32, from_float32
 from bridge.checkpoint.files.store import TensorInfo
 from bridge.checkpoint.grouped import GroupedTensor
+from bridge.checkpoint.tensor_names import joined
 from bridge.errors import BridgeError
 
 Parts = dict[str, np.ndarray]  # by the last part of the name
@@ -96,6 +97,13 @@ class QuantizedLayers:
     act_order: bool
     towers: bool
 
+    def with_joined(self) -> "QuantizedLayers":
+        """These and the layers that vLLM and SGLang make of several that are quantized alike, or all floats."""
+        whole = joined({**self.groups, **dict.fromkeys(self.floats)})
+        groups = {name: groups for name, groups in whole.items() if groups is not None}
+        floats = [name for name, groups in whole.items() if groups is None]
+        return replace(self, groups={**groups, **self.groups}, floats=[*self.floats, *floats])
+
     @property
     def usual(self) -> Groups:
         """The groups that most layers have."""
@@ -120,7 +128,8 @@ class WrittenFormat:
     fp8              what may have a scale of 8-bit floats, the preferred first: tensor, channel, block (of 128 x 128),
                      or group (of 32 columns, a power of two); "static tensor", "static channel": with a scale of
                      activations
-    zeros            zero points: integers, integers but 0, any halves, or the products -scale * zero point as halves
+    zeros            zero points: integers, integers but 0, the middle of the codes alone, any halves, or the products
+                     -scale * zero point as halves
     rounding         zero points of layers that are rounded below 8 bits: the middle of the codes, any, or as asked
     scale_dtypes     those that scales may have; halves are preferred
     act_order        whether groups may be of any columns
@@ -156,7 +165,7 @@ class WrittenFormat:
     fp4: tuple[str, ...] = ()
     tensor_scale: bool = True
     fp8: tuple[str, ...] = ()
-    zeros: Literal["integers", "integers from 1", "halves", "products"] = "integers"
+    zeros: Literal["integers", "integers from 1", "middle", "halves", "products"] = "integers"
     rounding: Literal["symmetric", "asymmetric", "either"] = "either"
     scale_dtypes: tuple[str, ...] = ("F16",)
     act_order: bool = False

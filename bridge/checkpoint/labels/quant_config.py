@@ -11,6 +11,7 @@ from typing import Any, Self
 
 import bridge
 from bridge.checkpoint.formats.zeros import OWN_BITS_SINCE
+from bridge.checkpoint.tensor_names import pattern_of
 from bridge.errors import BridgeError
 from bridge.system.fields import table, whole_number
 from bridge.system.patterns import matched
@@ -129,16 +130,17 @@ class QuantConfig:
 
 def gptq_labels(
     checkpoint_format: str, bits: int, group_size: int, *, desc_act: bool, sym: bool, floats: Iterable[str] = (),
-    others: Mapping[str, dict[str, Any]] | None = None,
+    others: Mapping[str, dict[str, Any]] | None = None, parts: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     """A quantization_config.
 
     checkpoint_format  gptq (v1) or gptq_v2
     floats             modules that are not quantized
     others             {module: its bits and group_size}, if these are not the default
+    parts              it is a model of several, before whose names programs have something else
     """
-    rules: dict[str, Any] = {f"-:^{re.escape(name)}$": {} for name in floats}
-    rules |= {f"+:^{re.escape(name)}$": sizes for name, sizes in (others or {}).items()}
+    rules: dict[str, Any] = {f"-:{pattern_of(name, parts)}": {} for name in floats}
+    rules |= {f"+:{pattern_of(name, parts)}": sizes for name, sizes in (others or {}).items()}
     return {
         "quant_method": "gptq", "bits": bits, "group_size": group_size, "desc_act": desc_act, "sym": sym,
         "checkpoint_format": checkpoint_format, **({"dynamic": rules} if rules else {}),

@@ -14,7 +14,7 @@ expressions the first in alphabetical order applies, as in the compressed-tensor
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from typing import Any
 from bridge.checkpoint.formats.fp8 import read_block
 from bridge.checkpoint.formats.written import Groups, QuantizedLayers
 from bridge.checkpoint.labels.quant_config import QuantConfig
+from bridge.checkpoint.tensor_names import expert_of, pattern_of
 from bridge.errors import BridgeError
 from bridge.system.fields import table, whole_number
 from bridge.system.patterns import matched, pattern_problem
@@ -208,7 +209,7 @@ def schemes_of(layers: QuantizedLayers) -> dict[str, Any]:
     schemes: dict[Groups, list[str]] = {}
     for name, groups in layers.groups.items():
         schemes.setdefault(groups, []).append(name)
-    formats = {groups: _WRITTEN[groups.kind] for groups in schemes}
+    formats, alike = {groups: _WRITTEN[groups.kind] for groups in schemes}, _alike(layers)
     return {
         "quant_method": "compressed-tensors",
         "format": "mixed-precision" if len({*formats.values()}) > 1 else next(iter(formats.values())),
@@ -216,14 +217,14 @@ def schemes_of(layers: QuantizedLayers) -> dict[str, Any]:
         "config_groups": {
             f"group_{i}": {
                 "format": formats[groups],
-                "targets": [*map(_target, names)] if len(schemes) > 1 else ["Linear"],
+                "targets": _targets(names, layers.towers, alike) if len(schemes) > 1 else ["Linear"],
                 "weights": _weights(groups),
                 **_activations(groups),
             }
             for i, (groups, names) in enumerate(schemes.items())
         },
         "ignore": [
-            *map(_target, layers.floats),
+            *_targets(layers.floats, layers.towers, alike),
             *([_TOWERS] if layers.towers else []),
             *(["lm_head"] if "lm_head" not in layers.groups else []),
         ],
@@ -257,9 +258,26 @@ def _activations(groups: Groups) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _target(name: str) -> str:
-    """A layer's name; a pattern of both where transformers' modules have other names than checkpoints."""
-    pattern = re.escape(name)
-    for ours, both in _RENAMED.items():
-        pattern = pattern.replace(re.escape(ours), both)
-    return name if pattern == re.escape(name) else f"re:{pattern}$"
+def _alike(layers: QuantizedLayers) -> set[str]:
+    """The experts of a layer, by `ExpertName.pattern`, of which all have the same groups, or none."""
+    found: dict[str, set[Groups | None]] = {}
+    for name, groups in {**layers.groups, **dict.fromkeys(layers.floats)}.items():
+        if (expert := expert_of(name)) is not None:
+            found.setdefault(expert.pattern, set()).add(groups)
+    return {pattern for pattern, groups in found.items() if len(groups) == 1}
+
+
+def _targets(names: Iterable[str], parts: bool, alike: set[str]) -> list[str]:
+    """The names of layers; a pattern where modules of programs have other names than checkpoints, and one for all
+    experts that are `alike`: transformers looks for their scheme among patterns."""
+    targets = []
+    for name in names:
+        plain = pattern = pattern_of(name, parts)
+        for ours, both in _RENAMED.items():
+            pattern = pattern.replace(re.escape(ours), both)
+        expert = expert_of(name)
+        if expert is not None and expert.pattern in alike:
+            pattern = pattern.replace(rf"experts\.{expert.number}\.", r"experts\.\d+\.")
+        changed = parts or expert is not None or pattern != plain
+        targets.append(f"re:{pattern}" if changed else name)
+    return [*dict.fromkeys(targets)]

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from bridge.checkpoint.formats.registry import FORMATS, in_words
+from bridge.checkpoint.labels.hosts import HOSTS
 from bridge.cli.files.upload import Uploading, add_upload
 from bridge.cli.options import add_calibration, calibration, command
 from bridge.encode.limits import REQUANTIZED_LIMIT
@@ -24,6 +25,10 @@ def add_parser(commands: Any) -> None:
     p.add_argument(
         "--format", "--checkpoint-format", choices=formats, metavar="NAME",
         help=f"{in_words(formats)} (default: GPTQ's own, v1 or v2)",
+    )  # fmt: skip
+    p.add_argument(
+        "--for", dest="host", choices=HOSTS, metavar="PROGRAM",
+        help=f"write only what this program reads: {in_words([*HOSTS])}",
     )  # fmt: skip
     p.add_argument(
         "--bits", type=int, metavar="N",
@@ -54,7 +59,7 @@ def run(a: argparse.Namespace) -> int:
     uploading = Uploading(a, a.source, a.out)
     with Bar("quantizing", unit=" layers", timed=False) as layers, Bar("repacking") as bar:
         done = repack(
-            a.source, a.out, a.format, bits=a.bits, config=a.config, dtype=a.dtype,
+            a.source, a.out, a.format, host=a.host, bits=a.bits, config=a.config, dtype=a.dtype,
             calibrate=calibration(a, layers, layers.say), clamp=a.clamp, force=a.force, progress=bar,
         )  # fmt: skip
     print(done.summary())

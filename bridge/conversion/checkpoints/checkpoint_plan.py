@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 from bridge.checkpoint.formats.written import WrittenFormat
+from bridge.checkpoint.tensor_names import joined_name
 from bridge.conversion.checkpoints.layer_plan import EXACT, ROUNDED, Layer, LayerPlan
 from bridge.errors import parameter
 
@@ -22,14 +23,22 @@ class CheckpointPlan:
     """
 
     def __init__(
-        self, sources: Iterable[Layer], written: WrittenFormat, bits: int | None, model_type: str, float_stacks: int = 0
-    ) -> None:
-        """`bits`: see `Layer.plan`; model_type: config.json's; float_stacks: of experts, whose layers are floats."""
+        self, sources: Iterable[Layer], written: WrittenFormat, bits: int | None, model_type: str,
+        float_stacks: int = 0, *, joins: bool = False,
+    ) -> None:  # fmt: skip
+        """
+        bits          see `Layer.plan`
+        model_type    config.json's
+        float_stacks  of experts, whose layers are floats
+        joins         layers that vLLM and SGLang join have one plan
+        """
         self.written, self.bits = written, bits
         self.sources = {layer.module: layer for layer in sources}
         self.stacks: dict[str, tuple[str, int]] = {}
         self._float_stacks = float_stacks
         plans = {module: layer.plan(bits) for module, layer in self.sources.items()}
+        if joins:
+            plans = with_joined_alike(plans)
         if written.stack_of is None:
             self.layers = {module: plan for module, plan in plans.items() if plan is not None}
         else:
@@ -91,15 +100,29 @@ def in_stacks(
     return {module: plan for module, plan in all_plans.items() if plan is not None}, stacks
 
 
+def with_joined_alike(plans: Mapping[str, LayerPlan | None]) -> dict[str, LayerPlan | None]:
+    """The plans, one for all layers that vLLM and SGLang join."""
+    members: dict[str, list[str]] = {}
+    for module in plans:
+        members.setdefault(joined_name(module) or module, []).append(module)
+    shared = {whole: shared_plan(plans[module] for module in modules) for whole, modules in members.items()}
+    return {module: shared[joined_name(module) or module] for module in plans}
+
+
 def shared_plan(plans: Iterable[LayerPlan | None]) -> LayerPlan | None:
-    """The plan that all matrices of a stack can have; None if one stays in floats, or their codes differ in kind."""
+    """The plan that several layers can have; None if one stays in floats, or their codes differ in kind."""
     first, *others = set(plans)
     if first is None or not others:
         return first
     different = [first, *(plan for plan in others if plan is not None)]
     if len(different) <= len(others) or len({plan.groups.kind for plan in different}) > 1:
         return None
-    bits, size = max(plan.groups.bits for plan in different), min(plan.groups.group_size for plan in different)
+    every = [plan.groups for plan in different]
+    bits, sizes = max(groups.bits for groups in every), {groups.group_size for groups in every}
+    size = min(sizes - {-1}, default=-1)
+    if any(groups.group_size not in (-1, size) and groups.group_size % size for groups in every):
+        return None
     how = ROUNDED if any(plan.how == ROUNDED for plan in different) else EXACT
-    groups = first.groups._replace(bits=bits, group_size=size)
+    symmetric = all(groups.symmetric for groups in every)
+    groups = first.groups._replace(bits=bits, group_size=size, symmetric=symmetric)
     return LayerPlan(how, groups, offsets=any(plan.offsets for plan in different))

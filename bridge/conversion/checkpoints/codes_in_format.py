@@ -2,7 +2,8 @@
 
 bits         as few of the format's as hold the codes around a zero point that it has
 zero points  whole ones move with their group's codes, into the format's range, or to the middle where all can be
-             there: a format then needs none. Formats with any zero points hold fractions; others have the nearest
+             there: a format then needs none, and some programs read no others. Formats with any zero points hold
+             fractions; others have the nearest
              whole number, if that adds little to the checkpoint's own noise
 scales       halves
 groups       the largest of the format's sizes that divides the checkpoint's; of any columns where the format has
@@ -46,7 +47,7 @@ def in_format(tensor: GroupedTensor, written: WrittenFormat, bits: tuple[int, ..
     zeros = np.rint(grouped.zeros)
     if _added_by(grouped, zeros) > REQUANTIZED_LIMIT:
         return None
-    return _in_bits(replace(grouped, zeros=zeros), int(not written.holds_zero), bits)
+    return _in_bits(replace(grouped, zeros=zeros), int(not written.holds_zero), bits, written.zeros == "middle")
 
 
 def _in_groups(tensor: GroupedTensor, written: WrittenFormat) -> GroupedTensor | None:
@@ -78,10 +79,11 @@ def _added_by(tensor: GroupedTensor, zeros: np.ndarray) -> float:
     return float((squares @ columns).sum()) / max(tensor.noise(), np.finfo(np.float64).tiny)
 
 
-def _in_bits(tensor: GroupedTensor, least: int, bits: tuple[int, ...]) -> GroupedTensor | None:
+def _in_bits(tensor: GroupedTensor, least: int, bits: tuple[int, ...], middle: bool) -> GroupedTensor | None:
     """Codes and whole zero points from `least` on in the first of these bits that hold them.
 
-    Each group moves by itself: to the middle if all groups can be there, else as little as it can.
+    Each group moves by itself: to the middle if all groups can be there, which `middle` requires, else as little as
+    it can.
     """
     low, high = (codes.astype(np.float32) for codes in tensor.code_ranges())
     low = np.minimum(low, high)  # of a group without columns, where it does not matter
@@ -93,6 +95,8 @@ def _in_bits(tensor: GroupedTensor, least: int, bits: tuple[int, ...]) -> Groupe
             continue
         to_middle = (1 << (width - 1)) - tensor.zeros
         in_middle = bool(((down <= to_middle) & (to_middle <= up)).all())
+        if middle and not in_middle:
+            continue
         shifts = to_middle if in_middle else np.clip(0, down, up)
         codes = tensor.codes
         if shifts.any():

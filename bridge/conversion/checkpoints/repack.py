@@ -18,6 +18,7 @@ from bridge.checkpoint.files.hub import open_by_name
 from bridge.checkpoint.formats.module_reader import scales_activations
 from bridge.checkpoint.formats.registry import FORMATS
 from bridge.checkpoint.formats.written import WrittenFormat
+from bridge.checkpoint.labels.hosts import HOSTS, check_for_host, for_host
 from bridge.checkpoint.repack import FORMATS as ZERO_POINT_FORMATS
 from bridge.checkpoint.repack import Rewritten, is_rewritten, rewrite_zero_points
 from bridge.checkpoint.write.writer import CheckpointWriter
@@ -67,6 +68,7 @@ def repack(
     out: str | Path,
     format: str | None = None,
     *,
+    host: str | None = None,
     bits: int | None = None,
     config: str | Path | None = None,
     dtype: str | None = None,
@@ -81,6 +83,8 @@ def repack(
     out       the folder to write
     format    as `export` has it; None: GPTQ's own, v1 or v2, with labels that are true. From GPTQ to "gptq" or
               "gptq_v2" zero points alone are rewritten, and everything else is copied byte for byte
+    host      the program that is to load it: transformers, vllm, sglang or mlx. It has only what that reads; None:
+              what the format holds
     bits      that layers have at most, as in `export`; 8-bit floats that the format lacks are rounded to them too,
               and are floats otherwise
     config    folder with config.json and tokenizer, if the source has none
@@ -100,6 +104,12 @@ def repack(
     if dtype not in (None, *DTYPES):
         raise BridgeError(f"unknown {parameter('dtype', dtype)}: choose {', '.join(DTYPES)}")
     written = FORMATS.get(format or "")
+    if host is not None:
+        if host not in HOSTS:
+            raise BridgeError(f"unknown {parameter('host', host)}: choose {', '.join(HOSTS)}")
+        if format is None:
+            raise refused("host", host, f"give {parameter('format')} too")
+        written = for_host(written, host)
     if format is None and (bits, dtype, calibrate) != (None, None, None):
         raise BridgeError(f"give {parameter('format')}: without it, zero points and labels alone are rewritten")
     if bits is not None and (written is None or bits not in written.bits):
@@ -110,7 +120,7 @@ def repack(
     if clamp and (format == "floats" or (written is not None and written.holds_zero)):
         raise BridgeError(f"{format} holds every zero point; leave out {parameter('clamp', True)}, which is for v1")
     with open_by_name(source, config) as ckpt:
-        unchanged = bits is None and dtype is None and calibrate is None
+        unchanged = (bits, dtype, calibrate, host) == (None, None, None, None)
         if format is None or (unchanged and format in ZERO_POINT_FORMATS and is_rewritten(ckpt)):
             return rewrite_zero_points(ckpt, expanded(out), format, clamp=clamp, force=force, progress=progress)
         if ckpt.reader is None:
@@ -123,15 +133,18 @@ def repack(
         notes = [*(note for note in ckpt.notes if note not in ckpt.on_activations), *notes]
         stored, plan = None, None
         if written is not None:
-            plan = CheckpointPlan(
-                floats.layers(), written, bits, str(ckpt.config.get("model_type")), float_stacks=len(assembled)
-            )
+            model_type, joins = str(ckpt.config.get("model_type")), host is not None and HOSTS[host].joins
+            plan = CheckpointPlan(floats.layers(), written, bits, model_type, float_stacks=len(assembled), joins=joins)
             floats.config = written.config(floats.config)
             if not plan.layers:
                 raise _no_layers(ckpt, written, bool(written.bits and bits is None and plan.sources))
             if calibrate is not None:
                 stored, more = calibrated(ckpt, path, plan, calibrate, force)
                 notes += more
+            if host is not None:
+                layers = {module: layer.groups for module, layer in plan.layers.items()}
+                modules = {name.removesuffix(".weight") for name in floats.tensors}
+                check_for_host(layers, modules - layers.keys(), written.name, host)
             notes += plan.notes()
         notes += _left_out_scales(ckpt, plan)
         with CheckpointWriter(
