@@ -19,9 +19,10 @@ from bridge import cli
 from bridge.quantize.run.cluster import Spread
 
 
-def main() -> int:
+def run_on_cluster(command: str) -> int:
+    """Run a command of gguf-bridge with the machines of a cluster; returns its exit code."""
     parser = argparse.ArgumentParser(
-        description="Run `gguf-bridge quantize` on a Dask cluster; all other arguments are that command's.",
+        description=f"Run `gguf-bridge {command}` on a Dask cluster; all other arguments are that command's.",
         allow_abbrev=False,
     )
     parser.add_argument("--scheduler", help="address of a running Dask scheduler, tcp://HOST:8786")
@@ -41,8 +42,8 @@ def main() -> int:
             """The part's worker still has its sequences' passes; another one has to make them anew."""
             return {"workers": workers[part % len(workers)], "allow_other_workers": True}
 
-        return cli.main(["quantize", *rest], spread=Spread(client, arguments.parts or len(workers), preferred))
+        return cli.main([command, *rest], spread=Spread(client, arguments.parts or len(workers), preferred))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_on_cluster("quantize"))

@@ -39,32 +39,40 @@ class Host:
     joins: bool = False
 
 
-_NO_ACT_ORDER = {"act_order": False, "order_part": ""}
-_MARLIN = {"bits": (4, 8), "zeros": "middle", "rounding": "symmetric"}
+_NO_ACT_ORDER: Mapping[str, Any] = {"act_order": False, "order_part": ""}
+_MARLIN: dict[str, Any] = {"bits": (4, 8), "zeros": "middle", "rounding": "symmetric"}
 _MIDDLE = Reading({"zeros": "middle", **_NO_ACT_ORDER}, one_form="experts")
 _OPTIMUM = Reading({"head": False}, one_form="layers", experts=False)  # which loads GPTQ for transformers
-_VLLM_GPTQ, _SGLANG_GPTQ = Reading(_MARLIN | _NO_ACT_ORDER), Reading(_MARLIN)
+_VLLM_GPTQ, _SGLANG_GPTQ = Reading({**_MARLIN, **_NO_ACT_ORDER}), Reading(_MARLIN)
 
 HOSTS = {
     "transformers": Host({
         "compressed-tensors": _MIDDLE, "awq": Reading(experts=False), "gptq": _OPTIMUM, "gptq_v2": _OPTIMUM,
+        "fp8": Reading(),
     }),
     "vllm": Host({
         "compressed-tensors": Reading(_NO_ACT_ORDER), "awq": Reading(), "gptq": _VLLM_GPTQ, "gptq_v2": _VLLM_GPTQ,
-        "modelopt": Reading(),
+        "modelopt": Reading(), "fp8": Reading(),
     }, joins=True),
     "sglang": Host({
         "compressed-tensors": Reading(), "awq": Reading(), "gptq": _SGLANG_GPTQ, "gptq_v2": _SGLANG_GPTQ,
-        "modelopt": Reading(),
+        "modelopt": Reading(), "fp8": Reading(),
     }, joins=True),
     "mlx": Host({"mlx": Reading()}),
 }  # fmt: skip
 
+_DROPPED = {"compressed-tensors": _NO_ACT_ORDER}  # what only older programs read, and SGLang
 
-def for_host(written: WrittenFormat | None, host: str) -> WrittenFormat | None:
-    """What the program holds of a format, or of floats, None. Raises BridgeError if it does not read the format."""
+
+def for_host(written: WrittenFormat | None, host: str | None) -> WrittenFormat | None:
+    """What the program holds of a format, or of floats, None; without a program, what several do.
+
+    Raises BridgeError if it does not read the format.
+    """
     if written is None:
         return None
+    if host is None:
+        return replace(written, **_DROPPED.get(written.name, {}))
     formats = HOSTS[host].formats
     if written.name not in formats:
         raise _refused(host, f"it does not read {written.name}", ["floats", *formats])

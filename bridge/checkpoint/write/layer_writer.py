@@ -106,6 +106,12 @@ class LayerWriter:
         if begin + rows == out:
             self.counts.layers.add(name)
 
+    def count(self, others: Counts) -> None:
+        """Count what another machine wrote."""
+        self.counts.add(others)
+        if self.progress:
+            self.progress(self.counts.nbytes, self.total, "")
+
     @property
     def _written(self) -> WrittenFormat:
         return FORMATS[self.format]

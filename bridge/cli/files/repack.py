@@ -60,7 +60,8 @@ def run(a: argparse.Namespace) -> int:
     with Bar("quantizing", unit=" layers", timed=False) as layers, Bar("repacking") as bar:
         done = repack(
             a.source, a.out, a.format, host=a.host, bits=a.bits, config=a.config, dtype=a.dtype,
-            calibrate=calibration(a, layers, layers.say), clamp=a.clamp, force=a.force, progress=bar,
+            calibrate=calibration(a, layers, layers.say), clamp=a.clamp, force=a.force,
+            cluster=a.spread and a.spread.cluster, progress=bar,
         )  # fmt: skip
     print(done.summary())
     uploading.finish(done)

@@ -23,10 +23,11 @@ class CheckpointPlan:
     """
 
     def __init__(
-        self, sources: Iterable[Layer], written: WrittenFormat, bits: int | None, model_type: str,
-        float_stacks: int = 0, *, joins: bool = False,
+        self, sources: Iterable[Layer], plans: Mapping[str, LayerPlan | None], written: WrittenFormat,
+        bits: int | None, model_type: str, float_stacks: int = 0, *, joins: bool = False,
     ) -> None:  # fmt: skip
         """
+        plans         what becomes of each layer by itself, by module
         bits          see `Layer.plan`
         model_type    config.json's
         float_stacks  of experts, whose layers are floats
@@ -36,7 +37,6 @@ class CheckpointPlan:
         self.sources = {layer.module: layer for layer in sources}
         self.stacks: dict[str, tuple[str, int]] = {}
         self._float_stacks = float_stacks
-        plans = {module: layer.plan(bits) for module, layer in self.sources.items()}
         if joins:
             plans = with_joined_alike(plans)
         if written.stack_of is None:

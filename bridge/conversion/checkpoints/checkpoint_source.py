@@ -6,7 +6,7 @@ checkpoints, see `family_names`. All other tensors are as they are stored.
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property, lru_cache, partial
 from typing import Any
@@ -22,7 +22,7 @@ from bridge.checkpoint.labels.detect_format import QUANT_CONFIGS
 from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.checkpoint.tensor_names import layer_of
 from bridge.conversion.checkpoints.coded_layer import CodedLayer, FloatLayer
-from bridge.conversion.checkpoints.family_names import AssembledLayers
+from bridge.conversion.checkpoints.family_names import FamilyNames
 from bridge.conversion.checkpoints.layer_plan import Layer
 from bridge.models.outline import Fold
 
@@ -38,24 +38,21 @@ class CheckpointSource:
     written  the format to be written; None: floats
     dtype    of all floats in the new checkpoint: F16, BF16 or F32; None: layers that become floats have the model's,
              and others keep theirs, but BF16 becomes F16 in a format that has no other
-    folds    where the act-order of a layer is undone by permuting its columns, and rows of others
-    assembled  tensors that are put together of layers
+    names    what its family tells: where the act-order of a layer is undone by permuting its columns, and rows of
+             others; and tensors that are put together of layers
     """
 
-    def __init__(
-        self, ckpt: Checkpoint, written: WrittenFormat | None, dtype: str | None = None, folds: Iterable[Fold] = (),
-        assembled: Mapping[str, AssembledLayers] | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, ckpt: Checkpoint, written: WrittenFormat | None, dtype: str | None, names: FamilyNames) -> None:
         self.path, self.home, self.format = ckpt.path, ckpt.home, ckpt.format
         self.quant = QuantConfig()
         self.config: dict[str, Any] = {key: value for key, value in ckpt.config.items() if key not in _LABELS}
         self.files = [*ckpt.files, *(folder / name for folder in (ckpt.home, ckpt.path) for name in QUANT_CONFIGS)]
         self._ckpt, self._written, self._dtype = ckpt, written, dtype
-        self._rows, self._columns = _permutations(ckpt, folds)
-        self.notes: list[str] = []
+        self._rows, self._columns = _permutations(ckpt, names.folds)
+        self.notes, self.stacks = names.notes, len(names.assembled)
         self._module = lru_cache(2)(self._read_module)  # it is read for its plan, to be packed, and to be compared
         of_layers = dtype or (written and written.dtype) or self._model_dtype()
-        self._assembled = dict(assembled or {})
+        self._assembled = names.assembled
         parts = {name for layers in self._assembled.values() for name in layers.sources}
         self._modules = {f"{m}.weight": m for m in ckpt.modules if f"{m}.weight" not in parts}
         self.tensors = {

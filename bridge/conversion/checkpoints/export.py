@@ -15,6 +15,7 @@ from bridge.checkpoint.files.folder import check_folder
 from bridge.checkpoint.files.hub import resolve_gguf
 from bridge.checkpoint.formats.registry import EXPORTED, FORMATS
 from bridge.checkpoint.formats.written import WrittenFormat
+from bridge.checkpoint.labels.hosts import for_host
 from bridge.checkpoint.write.writer import CheckpointWriter
 from bridge.conversion.checkpoints.block_layer import BlockLayer
 from bridge.conversion.checkpoints.checkpoint_plan import CheckpointPlan
@@ -81,7 +82,7 @@ def export(
     started, compiled = compiling.clock(), compiling.seconds()
     if format not in ("floats", *EXPORTED):
         raise BridgeError(f"unknown {parameter('format', format)}: choose floats, {', '.join(EXPORTED)}")
-    written = FORMATS.get(format)
+    written = for_host(FORMATS.get(format), None)
     if bits is not None and (written is None or bits not in written.bits):
         known = ", ".join(map(str, written.bits if written else ()))
         raise refused("bits", bits, f"{format} has {known or 'no codes that are rounded to'}")
@@ -123,7 +124,7 @@ def export(
             progress=progress,
         ) as writer:
             if plan is not None:
-                reports |= {report.name: report for report in write_layers(writer, plan, stored)}
+                reports |= {report.name: report for report in write_layers(writer.layers, plan, stored)}
             done = writer.finish()
     if stored is not None:
         stored.remove()
@@ -142,7 +143,8 @@ def _planned(gguf: StoredModel, source: GgufSource, written: WrittenFormat, bits
             layers.append(BlockLayer.of(tensor, written))
         elif isinstance(tensor, AssembledTensor) and tensor.sources[0].part.matrix is not None:
             float_stacks += 1
-    plan = CheckpointPlan(layers, written, bits, str(source.config.get("model_type")), float_stacks)
+    plans = {layer.module: layer.plan(bits) for layer in layers}
+    plan = CheckpointPlan(layers, plans, written, bits, str(source.config.get("model_type")), float_stacks)
     source.config = written.config(source.config)
     if not plan.layers:
         widest = f", or {parameter('bits', written.bits[-1])}, which rounds them" if written.bits and not bits else ""

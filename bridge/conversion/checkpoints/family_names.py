@@ -6,14 +6,18 @@ checkpoint tells which layers that is read from, and the family's table which te
 """
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
 from bridge.checkpoint import Checkpoint
 from bridge.checkpoint.formats.fp8 import FLOAT8
+from bridge.checkpoint.formats.written import WrittenFormat
+from bridge.conversion.planning.checkpoint_outline import outline_of
 from bridge.conversion.planning.part_reader import PartReader
+from bridge.errors import BridgeError
 from bridge.models import tensors_of_gguf
-from bridge.models.outline import Outline, OutlineTensor, Part
+from bridge.models.outline import Fold, Outline, OutlineTensor, Part
 from bridge.models.restored import restored, shape_of
 from bridge.models.wrapper import named_like
 
@@ -94,3 +98,32 @@ def _stored_modules(ckpt: Checkpoint) -> set[str]:
     """What tensors of the files are named after; parts may have two words (weight._scale)."""
     modules = {name.rpartition(".")[0] for name in ckpt.store.tensors}
     return modules | {module.rpartition(".")[0] for module in modules}
+
+
+class FamilyNames(NamedTuple):
+    """What the family of a checkpoint tells of its layers.
+
+    folds      where act-order that the format lacks can be undone
+    assembled  tensors that are put together of layers, by name
+    notes      where that is not known
+    """
+
+    folds: list[Fold]
+    assembled: dict[str, AssembledLayers]
+    notes: list[str]
+
+
+def names_of_family(ckpt: Checkpoint, written: WrittenFormat | None) -> FamilyNames:
+    """What the family tells that a checkpoint needs to become another of this format, or of floats."""
+    stated = ckpt.config
+    try:
+        outline = outline_of(ckpt, "default")
+        assembled = assembled_layers(ckpt, outline, written is not None)
+    except BridgeError as error:
+        names = (*ckpt.modules, *ckpt.tensors)
+        why = f"the names of experts are those that they have here, one by one: {error}"
+        return FamilyNames([], {}, [why] if any(".experts." in name for name in names) else [])
+    finally:
+        ckpt.config = stated  # an outline mends it, for a GGUF
+    ordered = written is not None and not written.act_order
+    return FamilyNames(outline.folds if ordered else [], assembled, [])

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from bridge.checkpoint import Checkpoint
 from bridge.checkpoint.files.folder import check_folder
@@ -23,14 +24,11 @@ from bridge.checkpoint.repack import FORMATS as ZERO_POINT_FORMATS
 from bridge.checkpoint.repack import Rewritten, is_rewritten, rewrite_zero_points
 from bridge.checkpoint.write.writer import CheckpointWriter
 from bridge.conversion.checkpoints.checkpoint_plan import CheckpointPlan
-from bridge.conversion.checkpoints.checkpoint_source import CheckpointSource
-from bridge.conversion.checkpoints.family_names import AssembledLayers, assembled_layers
+from bridge.conversion.checkpoints.cluster_layers import Cluster, Request
 from bridge.conversion.checkpoints.layer_plan import AS_FLOATS
 from bridge.conversion.checkpoints.write_layers import Exported, ExportedTensor, calibrated, write_layers
 from bridge.conversion.paths import files_of
-from bridge.conversion.planning.checkpoint_outline import outline_of
 from bridge.errors import BridgeError, parameter, refused
-from bridge.models.outline import Fold
 from bridge.quantize.settings import Calibration
 from bridge.system.cpu.row_threads import thread_limit
 from bridge.system.kernels import compiling
@@ -75,6 +73,7 @@ def repack(
     calibrate: Calibration | None = None,
     clamp: bool = False,
     force: bool = False,
+    cluster: Any = None,
     progress: Progress | None = None,
 ) -> Repacked | Rewritten:
     """Write a quantized checkpoint in another format.
@@ -84,7 +83,7 @@ def repack(
     format    as `export` has it; None: GPTQ's own, v1 or v2, with labels that are true. From GPTQ to "gptq" or
               "gptq_v2" zero points alone are rewritten, and everything else is copied byte for byte
     host      the program that is to load it: transformers, vllm, sglang or mlx. It has only what that reads; None:
-              what the format holds
+              what the format holds, but for act-order in compressed-tensors, which sglang alone reads
     bits      that layers have at most, as in `export`; 8-bit floats that the format lacks are rounded to them too,
               and are floats otherwise
     config    folder with config.json and tokenizer, if the source has none
@@ -93,6 +92,8 @@ def repack(
     calibrate  the text and the method that layers are quantized with which would else be rounded, as in `export`
     clamp     to gptq: change zero points of 0, which v1 cannot hold, to 1
     force     replace an existing checkpoint
+    cluster   a `distributed.Client`, whose workers plan and write the layers: they need this program, and the source
+              and the new folder under the same paths
     progress  called with (bytes done, all bytes, tensor)
 
     Raises BridgeError for a source that is damaged or not quantized, and where no layer has codes that the format
@@ -103,13 +104,11 @@ def repack(
         raise BridgeError(f"unknown {parameter('format', format)}: choose floats, {', '.join(FORMATS)}")
     if dtype not in (None, *DTYPES):
         raise BridgeError(f"unknown {parameter('dtype', dtype)}: choose {', '.join(DTYPES)}")
-    written = FORMATS.get(format or "")
-    if host is not None:
-        if host not in HOSTS:
-            raise BridgeError(f"unknown {parameter('host', host)}: choose {', '.join(HOSTS)}")
-        if format is None:
-            raise refused("host", host, f"give {parameter('format')} too")
-        written = for_host(written, host)
+    if host is not None and host not in HOSTS:
+        raise BridgeError(f"unknown {parameter('host', host)}: choose {', '.join(HOSTS)}")
+    if host is not None and format is None:
+        raise refused("host", host, f"give {parameter('format')} too")
+    written = for_host(FORMATS.get(format or ""), host)
     if format is None and (bits, dtype, calibrate) != (None, None, None):
         raise BridgeError(f"give {parameter('format')}: without it, zero points and labels alone are rewritten")
     if bits is not None and (written is None or bits not in written.bits):
@@ -127,14 +126,17 @@ def repack(
             raise BridgeError(f"{ckpt.path}: is not quantized; `quantize` with {parameter('format')} does that")
         path = expanded(out)
         check_folder(ckpt, path, force, files_of(*(calibrate.files if calibrate else [])))
-        folds, assembled, notes = _of_family(ckpt, written)
-        floats = CheckpointSource(ckpt, written, dtype, folds, assembled)
+        request = Request(str(format), host, bits, dtype, clamp)
+        floats = request.source(ckpt)
         reports = {name: ExportedTensor(name, floats.type_of(name), AS_FLOATS) for name in floats.tensors}
-        notes = [*(note for note in ckpt.notes if note not in ckpt.on_activations), *notes]
+        notes = [*(note for note in ckpt.notes if note not in ckpt.on_activations), *floats.notes]
         stored, plan = None, None
+        workers = None if cluster is None else Cluster(cluster, ckpt.path, ckpt.home, request)
         if written is not None:
             model_type, joins = str(ckpt.config.get("model_type")), host is not None and HOSTS[host].joins
-            plan = CheckpointPlan(floats.layers(), written, bits, model_type, float_stacks=len(assembled), joins=joins)
+            layers = [*floats.layers()]
+            plans = workers.plans(layers) if workers else {layer.module: layer.plan(bits) for layer in layers}
+            plan = CheckpointPlan(layers, plans, written, bits, model_type, floats.stacks, joins=joins)
             floats.config = written.config(floats.config)
             if not plan.layers:
                 raise _no_layers(ckpt, written, bool(written.bits and bits is None and plan.sources))
@@ -142,9 +144,9 @@ def repack(
                 stored, more = calibrated(ckpt, path, plan, calibrate, force)
                 notes += more
             if host is not None:
-                layers = {module: layer.groups for module, layer in plan.layers.items()}
+                groups = {module: layer.groups for module, layer in plan.layers.items()}
                 modules = {name.removesuffix(".weight") for name in floats.tensors}
-                check_for_host(layers, modules - layers.keys(), written.name, host)
+                check_for_host(groups, modules - groups.keys(), written.name, host)
             notes += plan.notes()
         notes += _left_out_scales(ckpt, plan)
         with CheckpointWriter(
@@ -153,7 +155,7 @@ def repack(
             stacks=plan.stacks if plan else {}, clamp=clamp or stored is not None, force=force, progress=progress,
         ) as writer:  # fmt: skip
             if plan is not None:
-                reports |= {report.name: report for report in write_layers(writer, plan, stored)}
+                reports |= {report.name: report for report in write_layers(writer.layers, plan, stored, workers)}
             done = writer.finish()
         home = ckpt.home
     if stored is not None:
@@ -161,24 +163,8 @@ def repack(
     compiled = compiling.seconds() - compiled
     return Repacked(
         done.outputs, compiling.clock() - started, done.format, done.nbytes, [*reports.values()], str(source),
-        done.left_out, compile_seconds=compiled, notes=[*notes, *floats.notes], home=home,
+        done.left_out, compile_seconds=compiled, notes=notes, home=home,
     )  # fmt: skip
-
-
-def _of_family(
-    ckpt: Checkpoint, written: WrittenFormat | None
-) -> tuple[list[Fold], dict[str, AssembledLayers], list[str]]:
-    """Where act-order that the format lacks can be undone, the tensors that are put together of layers, and a note
-    where that is not known."""
-    try:
-        outline = outline_of(ckpt, "default")
-        assembled = assembled_layers(ckpt, outline, written is not None)
-    except BridgeError as error:
-        names = (*ckpt.modules, *ckpt.tensors)
-        why = f"the names of experts are those that they have here, one by one: {error}"
-        return [], {}, [why] if any(".experts." in name for name in names) else []
-    ordered = written is not None and not written.act_order
-    return outline.folds if ordered else [], assembled, []
 
 
 def _left_out_scales(ckpt: Checkpoint, plan: CheckpointPlan | None) -> list[str]:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from bridge.checkpoint import Checkpoint
 from bridge.checkpoint.formats.written import Groups
 from bridge.checkpoint.write.block_words import ReusedArrays
-from bridge.checkpoint.write.writer import CheckpointWriter
+from bridge.checkpoint.write.layer_writer import LayerWriter
 from bridge.conversion.checkpoints.checkpoint_plan import CheckpointPlan
 from bridge.conversion.checkpoints.layer_plan import (
     ALL_CODES,
@@ -107,20 +107,41 @@ def calibrated(
     return stored, [*notes, *more]
 
 
-def write_layers(writer: CheckpointWriter, plan: CheckpointPlan, stored: LayerStore | None) -> list[ExportedTensor]:
-    """Write all layers of a plan, those that were `calibrated` from where they are stored."""
-    layers = {module: (plan.sources[module], layer_plan) for module, layer_plan in plan.layers.items()}
-    sums = dict.fromkeys(layers, (0.0, 0.0))
-    made = stored.layers if stored is not None else {}
-    for module, quantized in made.items():
-        codes = quantized.tensor()
-        writer.add(codes)
-        layer, layer_plan = layers[module]
-        sums[module] = layer.squared_errors(layer_plan, codes, (slice(0, codes.shape[0]),))
-    for first, tensor, (error, signal) in _rows_of(pair for module, pair in layers.items() if module not in made):
+def write_layers(
+    writer: LayerWriter, plan: CheckpointPlan, stored: LayerStore | None, workers: Workers | None = None
+) -> list[ExportedTensor]:
+    """Write all layers of a plan, those that were `calibrated` from where they are stored, the others on `workers` if
+    there are some."""
+    layers = [(plan.sources[module], layer_plan) for module, layer_plan in plan.layers.items()]
+    finished = stored.layers if stored is not None else {}
+    reports = []
+    for layer, layer_plan in layers:
+        if layer.module in finished:
+            codes = finished[layer.module].tensor()
+            writer.add(codes)
+            errors = layer.squared_errors(layer_plan, codes, (slice(0, codes.shape[0]),))
+            reports.append(_report(layer, layer_plan, *errors))
+    rest = [(layer, layer_plan) for layer, layer_plan in layers if layer.module not in finished]
+    if workers is None:
+        return [*reports, *write_planned(writer, rest)]
+    return [*reports, *workers.write(writer, [layer for layer, _ in rest], plan.layers)]
+
+
+class Workers(Protocol):
+    """Other machines that write layers."""
+
+    def write(
+        self, writer: LayerWriter, layers: Iterable[Layer], plans: Mapping[str, LayerPlan]
+    ) -> Iterable[ExportedTensor]: ...
+
+
+def write_planned(writer: LayerWriter, layers: Sequence[tuple[Layer, LayerPlan]]) -> list[ExportedTensor]:
+    """Write layers as they are planned."""
+    sums = {layer.module: (0.0, 0.0) for layer, _ in layers}
+    for first, tensor, (error, signal) in _rows_of(layers):
         writer.add(tensor, first)
         sums[tensor.name] = sums[tensor.name][0] + error, sums[tensor.name][1] + signal
-    return [_report(*layers[module], *sums[module]) for module in layers]
+    return [_report(layer, plan, *sums[layer.module]) for layer, plan in layers]
 
 
 _Written = tuple[int, Coded, tuple[float, float]]
