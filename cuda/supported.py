@@ -33,5 +33,5 @@ def _unsupported(file: GGUFFile, c: DecoderConfig, kv: str, precision: str) -> s
         return latent_attention.unsupported(c, kv, precision)
     heads = sorted({(c.query_heads_of(layer), *c.heads_of(layer)[:2]) for layer in c.attending})
     if any(dim % 8 for _, _, dim in heads) or not attention_kind.supported(c, kv):
-        return f"{' and '.join(f'{count} heads over {own} of {dim}' for count, own, dim in heads)} with kv {kv}"
+        return f"{' and '.join(f'{q} heads over {kv_heads} of {dim}' for q, kv_heads, dim in heads)} with kv {kv}"
     return None

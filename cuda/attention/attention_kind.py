@@ -63,4 +63,4 @@ def supported(c: DecoderConfig, kv: str) -> bool:
     if c.latent is not None:
         return False
     shapes = {(c.query_heads_of(layer), *c.heads_of(layer)[:2]) for layer in c.attending}
-    return all(count % own == 0 and attention_shape.supported(dim, count // own, kv) for count, own, dim in shapes)
+    return all(q % kv_heads == 0 and attention_shape.supported(dim, q // kv_heads, kv) for q, kv_heads, dim in shapes)

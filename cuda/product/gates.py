@@ -70,8 +70,8 @@ def limited(activation: str, limit: float) -> str:
 
 def named_in(text: str) -> str | None:
     """The activation whose name is in a text."""
-    found = _LIMITED.search(text)
-    return found[0] if found else next((name for name in _FUNCTIONS if name in text), None)
+    name_with_limit = _LIMITED.search(text)
+    return name_with_limit[0] if name_with_limit else next((name for name in _FUNCTIONS if name in text), None)
 
 
 @cache
@@ -83,8 +83,9 @@ def function_of(name: str) -> Any:
 
 
 def _limit(name: str) -> float | None:
-    found = _LIMITED.fullmatch(name)
-    return None if found is None else float(np.uint32(int(found[1], 16)).view(float32))
+    """The limit in the name of an activation; None: it has none."""
+    name_with_limit = _LIMITED.fullmatch(name)
+    return None if name_with_limit is None else float(np.uint32(int(name_with_limit[1], 16)).view(float32))
 
 
 def by_torch(name: str, gate: Any, up: Any = None) -> Any:

@@ -253,7 +253,7 @@ def test_plamos_tokens_are_those_of_llama_cpp(tmp_path: Path) -> None:
     tokenizer = same_as_llama_cpp(path, [*texts, *random_texts(2, 20, 40), *padding, *marks])
     assert (tokenizer.add_bos, tokenizer.add_eos) == (True, True)
     assert {tokenizer.tokens[token] for token in tokenizer.stops} == {"<|plamo:eos|>", "<|plamo:op|>"}
-    with pytest.raises(BridgeError, match=r"'plamo2'; must be gpt2, llama or gemma4 for a"):
+    with pytest.raises(BridgeError, match=r"'plamo2'; must be gpt2, llama, gemma4, bert or t5 for a"):
         tokenizer_files(bridge.open_gguf(path).metadata)
 
 

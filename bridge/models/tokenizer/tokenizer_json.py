@@ -35,7 +35,8 @@ def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, str]:
     """The two files' texts by name. Raises BridgeError if the vocabulary is of another kind, damaged, or cut by rules
     that are unknown."""
     if (model := metadata.get("tokenizer.ggml.model")) == "plamo2":
-        raise BridgeError(f"tokenizer.ggml.model is {model!r}, for which there is no tokenizer.json")
+        must = "must be gpt2, llama, gemma4, bert or t5 for a tokenizer.json"
+        raise BridgeError(f"tokenizer.ggml.model is {model!r}; {must}")
     tokenizer = Tokenizer(metadata)
     texts = {key: tokenizer.text(role_token(metadata, role, len(tokenizer))) for key, role in _ROLES.items()}
     config: dict[str, Any] = {
