@@ -11,7 +11,6 @@ import pytest
 
 import bridge
 from bridge.checkpoint import open_checkpoint
-from bridge.cli.files.describe import describe
 from bridge.conversion.converter import plan_checkpoint
 from bridge.conversion.writing.verify import failures, verify
 from scripts.peers.llama.llama_cpp import LlamaCpp
@@ -23,6 +22,7 @@ pytest.importorskip("transformers")
 import torch
 import transformers
 
+from tests.support.described import describe
 from tests.support.tiny_models import save_model
 
 NAME = "model.layers.0.mlp.down_proj"

@@ -13,7 +13,7 @@ import bridge
 from bridge.checkpoint import open_checkpoint
 from bridge.checkpoint.decoded import level_noise
 from bridge.checkpoint.grouped import GroupedTensor
-from bridge.cli.files.describe import describe
+from tests.support.described import describe
 from tests.support.encode import write_folder, write_model
 from tests.support.refusal import refusal
 

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 import bridge
 from bridge.checkpoint import open_checkpoint
-from bridge.cli.files.describe import describe
+from tests.support.described import describe
 from tests.support.encode import pack_stream, write_folder, write_model
 from tests.support.refusal import refusal
 

@@ -12,7 +12,6 @@ from safetensors.numpy import load_file
 import bridge
 from bridge.checkpoint import open_checkpoint
 from bridge.checkpoint.formats.fp4 import E2M1, Fp4Tensor
-from bridge.cli.files.describe import describe
 from bridge.conversion.converter import plan_checkpoint
 from bridge.conversion.writing.report import CARRIED, FLOAT, REQUANTIZED
 from bridge.conversion.writing.verify import failures, verify
@@ -23,6 +22,7 @@ from scripts.peers.llama.llama_cpp import LlamaCpp
 from scripts.peers.predictions import mean_kl
 from tests.conftest import shared
 from tests.support import encode_fp4 as fp4
+from tests.support.described import describe
 from tests.support.encode import write_folder
 from tests.support.encode_compressed import config, packed_tensors, quantize, scheme
 from tests.support.refusal import refusal

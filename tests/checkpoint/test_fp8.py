@@ -13,10 +13,10 @@ from bridge.checkpoint import open_checkpoint
 from bridge.checkpoint.files.dtypes import as_float32
 from bridge.checkpoint.formats.fp4 import E2M1
 from bridge.checkpoint.formats.module_reader import scales_activations
-from bridge.cli.files.describe import describe
 from bridge.conversion.writing.verify import failures, verify
 from bridge.models.families import ALL
 from scripts.peers.gguf_file import gguf_weights
+from tests.support.described import describe
 from tests.support.encode import load_floats, write_folder
 from tests.support.encode_compressed import config, float8_tensors, save_float8, scheme, write_float8
 from tests.support.encode_formats import write_mxfp8

@@ -14,9 +14,9 @@ from bridge.checkpoint import open_checkpoint
 from bridge.checkpoint.files.dtypes import as_float32, from_float32
 from bridge.checkpoint.files.store import Store
 from bridge.checkpoint.formats.lattice import find_lattice
-from bridge.cli.files.describe import describe
 from bridge.conversion.writing.report import CARRIED, FLOAT
 from scripts.peers.gguf_file import gguf_weights
+from tests.support.described import describe
 from tests.support.encode import load_floats, quantize
 from tests.support.raw import edit_raw
 from tests.support.tiny_models import save_model

@@ -11,10 +11,10 @@ import pytest
 
 import bridge
 from bridge.checkpoint import open_checkpoint
-from bridge.cli.files.describe import describe
 from bridge.conversion.writing.report import CARRIED
 from bridge.conversion.writing.verify import failures, verify
 from scripts.peers.gguf_file import gguf_weights
+from tests.support.described import describe
 from tests.support.encode import LINEAR, write_folder, write_model
 from tests.support.encode_compressed import config, float8_tensors, scheme
 from tests.support.encode_modelopt import Arrays, int4_tensors, int8_tensors, mxfp8_tensors

@@ -15,10 +15,10 @@ from bridge.checkpoint.adapter import read_adapter
 from bridge.checkpoint.decoded import DecodedTensor
 from bridge.checkpoint.grouped import GroupedTensor
 from bridge.checkpoint.merge import merge
-from bridge.cli.files.describe import describe
 from bridge.conversion.planning.importance import Importance
 from bridge.models.outline import OutlineTensor, Part
 from tests.support.adapters import low_rank, merged, write_adapter
+from tests.support.described import describe
 from tests.support.encode import write_folder, write_model
 from tests.support.refusal import refusal
 

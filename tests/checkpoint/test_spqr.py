@@ -9,7 +9,7 @@ import pytest
 
 import bridge
 from bridge.checkpoint import open_checkpoint
-from bridge.cli.files.describe import describe
+from tests.support.described import describe
 from tests.support.encode import write_folder, write_model
 from tests.support.refusal import refusal
 

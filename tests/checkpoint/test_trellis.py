@@ -14,7 +14,6 @@ from safetensors.numpy import load_file, save_file
 import bridge
 from bridge.checkpoint import open_checkpoint
 from bridge.checkpoint.decoded import DecodedTensor
-from bridge.cli.files.describe import describe
 from bridge.conversion.writing.report import CALIBRATED
 from bridge.conversion.writing.verify import failures, verify
 from bridge.errors import BridgeError
@@ -23,6 +22,7 @@ from scripts.peers.gguf_file import gguf_weights
 from scripts.peers.llama.llama_cpp import LlamaCpp
 from scripts.peers.predictions import mean_kl
 from tests.conftest import CHECKPOINT
+from tests.support.described import describe
 from tests.support.encode import LINEAR, write_folder
 from tests.support.encode_trellis import (
     EXL3,

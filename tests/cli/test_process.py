@@ -232,5 +232,5 @@ def test_debug_shows_where_an_error_comes_from(tmp_path, capsys):
 
 
 def test_a_mistake_of_our_own_is_one_line_too(model, refused, monkeypatch):
-    monkeypatch.setattr("bridge.cli.files.describe.describe", lambda *_: 1 // 0)
+    monkeypatch.setattr("bridge.cli.files.describe.facts_of", lambda *_: 1 // 0)
     assert "unexpected ZeroDivisionError" in refused("inspect", model)

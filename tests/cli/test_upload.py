@@ -13,7 +13,6 @@ import yaml
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 
 import bridge
-from bridge.checkpoint.repack import repack
 from bridge.checkpoint.write.report import Written
 from bridge.cli import main
 from bridge.errors import BridgeError
@@ -200,7 +199,7 @@ def test_what_cannot_be_uploaded_is_refused_before_the_work(
 
     for name in ("converter.convert_as", "checkpoints.to_checkpoint.quantize_checkpoint"):
         monkeypatch.setattr(f"bridge.conversion.{name}", never)
-    monkeypatch.setattr("bridge.checkpoint.repack.repack", never)
+    monkeypatch.setattr("bridge.conversion.checkpoints.repack.repack", never)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "README.md").write_text("mine")
@@ -224,7 +223,7 @@ def test_a_failed_upload_keeps_everything_and_names_the_commands_that_repeat_it(
     monkeypatch.chdir(tmp_path)
     hub.fails = OSError("the line is dead")
     if how == "folder":
-        result: Any = repack(CHECKPOINT, "out dir/new")
+        result: Any = bridge.repack(CHECKPOINT, "out dir/new")
         files = "'out dir/new' ."
     else:
         result = bridge.convert(CHECKPOINT, "out dir/m.gguf", split_max_size=10**6 if how == "shards" else None)

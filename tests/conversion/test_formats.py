@@ -15,7 +15,6 @@ from safetensors.numpy import load_file, save_file
 
 import bridge
 from bridge.checkpoint import open_checkpoint
-from bridge.cli.files.describe import describe
 from bridge.conversion.writing.report import CARRIED, FLOAT, PARTLY, REQUANTIZED
 from bridge.conversion.writing.verify import failures, verify
 from scripts.peers import reference
@@ -26,6 +25,7 @@ from tests.conftest import CHECKPOINT
 from tests.support import encode_compressed as compressed
 from tests.support import encode_formats as write
 from tests.support import encode_fp4 as fp4
+from tests.support.described import describe
 from tests.support.encode import write_awq
 from tests.support.tiny_models import save_model
 

@@ -15,7 +15,6 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import bridge
-from bridge.cli.files.describe import describe
 from bridge.conversion.planning.recipe import BLOCKS, Recipe, TensorPlace
 from bridge.conversion.writing.verify import failures, verify
 from bridge.encode.rounding.round_rows import quantize_rows
@@ -33,6 +32,7 @@ from tests.support.encode_formats import write_hqq
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
+from tests.support.described import describe
 from tests.support.tiny_models import dequantized, predict, save_model
 
 TOKENS = np.random.default_rng(1).integers(0, 320, 48).tolist()

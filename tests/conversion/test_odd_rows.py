@@ -11,10 +11,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import bridge
-from bridge.cli.files.describe import describe
 from bridge.conversion.writing.verify import failures, verify
 from scripts.peers.gguf_file import gguf_weights
 from scripts.peers.llama.llama_cpp import LlamaCpp
+from tests.support.described import describe
 from tests.support.encode import Quantized, write_gptq
 
 WIDTH = 744  # 23.25 blocks of 32

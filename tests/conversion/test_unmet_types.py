@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 import bridge
-from bridge.cli.files.describe import describe, plan_table
+from bridge.cli.files.describe import plan_table
 from bridge.conversion.converter import plan_checkpoint
 from bridge.conversion.planning.mmproj import tower_notes
 from bridge.conversion.planning.plan import PlannedTensor, unmet_notes
 from bridge.conversion.planning.recipe import Recipe, TensorPlace, Unmet
 from bridge.models.outline import Outline, OutlineTensor
+from tests.support.described import describe
 from tests.support.plain_llama import CONFIG, llama_weights, write_llama
 
 

@@ -12,12 +12,12 @@ import pytest
 
 import bridge
 from bridge.cli import main
-from bridge.cli.files.describe import describe
 from bridge.errors import BridgeError
 from bridge.gguf_file.imatrix import read_imatrix, write_imatrix
 from bridge.gguf_file.reader import read_gguf
 from tests.conftest import CHECKPOINT
 from tests.support.command_line import one_line
+from tests.support.described import describe
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"a" * 64 + b"\nsize 123456\n"
 PAGE = b"\n<!DOCTYPE html><html><body>Access to model x is restricted</body></html>"

@@ -17,11 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import bridge
-from bridge.cli.files.describe import describe
 from bridge.errors import BridgeError
 from bridge.gguf_file import header
 from bridge.gguf_file.header import read_header
 from tests.conftest import CHECKPOINT
+from tests.support.described import describe
 
 PLACE = Path("x.gguf")
 

@@ -35,11 +35,6 @@ from bridge.system.storage.files import read_json, refuse_pointer
 from bridge.system.text import align, meant, note_lines, size_text
 
 
-def describe(path: str | Path) -> str:
-    """A few lines of what `facts_of` finds."""
-    return "\n".join(lines_of(facts_of(path)))
-
-
 def lines_of(facts: Mapping[str, Any]) -> list[str]:
     """A few lines of what `facts_of` returned."""
     lines = _gguf_lines(facts) if facts["kind"] == "gguf" else _checkpoint_lines(facts)

@@ -7,7 +7,7 @@ from typing import Any
 from bridge.checkpoint.formats.registry import FORMATS, in_words
 from bridge.checkpoint.labels.hosts import HOSTS
 from bridge.cli.files.upload import Uploading, add_upload
-from bridge.cli.options import add_calibration, calibration, command
+from bridge.cli.options import add_calibration, calibration, command, further
 from bridge.encode.limits import REQUANTIZED_LIMIT
 from bridge.system.progress import Bar, say
 
@@ -32,24 +32,23 @@ def add_parser(commands: Any) -> None:
     )  # fmt: skip
     p.add_argument(
         "--bits", type=int, metavar="N",
-        help="bits of a layer at most: if its codes take more, or if it is of 8-bit floats that the format lacks, it "
-        f"is rounded to N (default: those of its codes, or the least that add under {REQUANTIZED_LIMIT:.0%}% of their "
-        "noise)",
+        help="bits of a layer at most: others, and 8-bit floats that the format lacks, are rounded to N (default: "
+        f"those of its codes, or the least that add under {REQUANTIZED_LIMIT:.0%}% of their noise)",
     )  # fmt: skip
     p.add_argument(
         "--clamp", action="store_true",
-        help="to gptq (v1), which has no zero point of 0: make these 1, and print what that changes",
+        help="to gptq (v1): make zero points of 0, which it lacks, 1",
     )  # fmt: skip
     p.add_argument(
         "--config", metavar="DIR", type=Path, help="folder with config.json and tokenizer, for a source without them"
     )
-    p.add_argument(
-        "--dtype", choices=("F16", "BF16", "F32"),
-        help="type of all floats (default: as they are; of layers that become floats the model's)",
-    )  # fmt: skip
     p.add_argument("--force", action="store_true", help="replace a checkpoint folder that exists")
     add_upload(p)
     add_calibration(p)
+    further(p).add_argument(
+        "--dtype", choices=("F16", "BF16", "F32"),
+        help="type of all floats (default: as they are; of layers that become floats the model's)",
+    )  # fmt: skip
 
 
 def run(a: argparse.Namespace) -> int:

@@ -7,8 +7,8 @@ import pytest
 
 import bridge
 from bridge.cli import main
-from bridge.cli.files.describe import describe
 from bridge.errors import BridgeError
+from tests.support.described import describe
 from tests.support.encode import write_gptq
 from tests.support.template import (
     LLAMA,
