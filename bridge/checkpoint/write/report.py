@@ -7,6 +7,16 @@ from bridge.system.report import FolderReport, save_report
 from bridge.system.text import note_lines, percent, size_text
 
 
+def clamped_fact(raised: tuple[int, int]) -> tuple[str, str]:
+    """What a report says of `Written.raised`."""
+    points, weights = raised
+    return (
+        "clamped",
+        f"{points} zero points of 0, which GPTQ v1 cannot hold, became 1, and their codes rose by 1; "
+        f"{weights} weights with the greatest code lost a step",
+    )
+
+
 @dataclass(repr=False)
 class Written(FolderReport):
     """The report of a written checkpoint."""
@@ -38,12 +48,7 @@ class Written(FolderReport):
             return "\n".join(note_lines(self.notes))
         facts = []
         if self.raised[0]:
-            points, weights = self.raised
-            facts.append((
-                "clamped",
-                f"{points} zero points of 0, which GPTQ v1 cannot hold, became 1, and their codes rose by 1; "
-                f"{weights} weights with the greatest code lost a step",
-            ))  # fmt: skip
+            facts.append(clamped_fact(self.raised))
         if self.left_out:
             facts.append(("left out", f"{', '.join(self.left_out)}: not part of the checkpoint that was read"))
         size = size_text(self.nbytes)
