@@ -37,12 +37,14 @@ class LayerPlan:
     groups   how the format describes it
     offsets  zero points are not whole numbers
     packed   codes and scales are the format's as they are stored: no code becomes a byte
+    order    a checksum of the groups of its columns; 0: these are consecutive
     """
 
     how: str
     groups: Groups
     offsets: bool = False
     packed: bool = False
+    order: int = 0
 
 
 @dataclass(frozen=True)
