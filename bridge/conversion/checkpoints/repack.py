@@ -22,6 +22,7 @@ from bridge.checkpoint.formats.written import WrittenFormat
 from bridge.checkpoint.labels.hosts import HOSTS, check_for_host, for_host
 from bridge.checkpoint.repack import FORMATS as ZERO_POINT_FORMATS
 from bridge.checkpoint.repack import Rewritten, is_rewritten, rewrite_zero_points
+from bridge.checkpoint.write.report import clamped_facts
 from bridge.checkpoint.write.writer import CheckpointWriter
 from bridge.conversion.checkpoints.checkpoint_plan import CheckpointPlan
 from bridge.conversion.checkpoints.cluster_layers import Cluster, Request
@@ -45,12 +46,14 @@ class Repacked(Exported):
 
     source: str
     left_out: list[str]  # files with other weights than those of the checkpoint, which were not copied
+    raised: tuple[int, int]  # zero points of 0 that became 1, and weights that lost a step by it
 
     def facts(self) -> list[tuple[str, str]]:
         """What became of the layers, without anything of this machine."""
         layers = [t for t in self.tensors if t.how != AS_FLOATS]
         counts = Counter(t.how for t in layers)
         facts = [("layers", ", ".join(f"{count} {how}" for how, count in counts.items()) or "floats")]
+        facts += clamped_facts(*self.raised)
         if self.left_out:
             facts.append(("left out", f"{', '.join(self.left_out)}: not part of the checkpoint"))
         return facts
@@ -163,7 +166,7 @@ def repack(
     compiled = compiling.seconds() - compiled
     return Repacked(
         done.outputs, compiling.clock() - started, done.format, done.nbytes, [*reports.values()], str(source),
-        done.left_out, compile_seconds=compiled, notes=notes, home=home,
+        done.left_out, done.raised, compile_seconds=compiled, notes=notes, home=home,
     )  # fmt: skip
 
 
