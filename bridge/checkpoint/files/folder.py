@@ -129,6 +129,8 @@ def check_folder(ckpt: Source, path: Path, force: bool, reads: Iterable[Path] = 
     expect_name(path)
     if path.is_symlink() or (path.exists() and not path.is_dir()):
         raise BridgeError(f"{path}: is a {'link' if path.is_symlink() else 'file'}; give the folder to write")
+    if path.name in ("", ".."):
+        raise BridgeError(f"{path}: is no name that a new folder can take; give another")
     check_parents(path)
     target = path.resolve()
     for source in {ckpt.path.resolve(), ckpt.home.resolve()}:
