@@ -546,6 +546,8 @@ def test_targets_that_are_no_place_for_it(tmp_path, refused):
     assert "is a file" in refused(source, tmp_path / "file")
     assert "is a link" in refused(source, tmp_path / "link")
     assert "is not a folder" in refused(source, tmp_path / "file" / "b")
+    for name in (".", "..", "/"):
+        assert f"{name}: is no name that a new folder can take" in refused(source, Path(name))
     assert "invalid choice" in refused(source, tmp_path / "b", "--checkpoint-format", "v3")
     assert "leave out --clamp" in refused(source, tmp_path / "b", "--checkpoint-format", "gptq_v2", "--clamp")
     with pytest.raises(BridgeError, match="unknown format='v3': choose"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +14,10 @@ from bridge.checkpoint.formats.written import Groups
 from bridge.checkpoint.labels.hosts import HOSTS, check_for_host
 from bridge.cli import main
 from bridge.conversion.checkpoints.checkpoint_plan import with_joined_alike
-from bridge.conversion.checkpoints.layer_plan import EXACT, LayerPlan
+from bridge.conversion.checkpoints.layer_plan import EXACT, ROUNDED, LayerPlan
 from bridge.errors import BridgeError
 from tests.support.encode import write_gptq
+from tests.support.raw import edit_raw
 from tests.support.tiny_models import save_model
 
 Q, K, V, OUT = (f"model.layers.0.self_attn.{part}_proj" for part in "qkvo")
@@ -163,6 +165,42 @@ def test_groups_that_do_not_divide_each_other_are_not_joined():
 def test_rows_and_groups_are_joined_as_groups():
     plans = {Q: LayerPlan(EXACT, Groups(4, -1)), K: LayerPlan(EXACT, Groups(4, 64)), V: LayerPlan(EXACT, Groups(4, -1))}
     assert {plan.groups.group_size for plan in with_joined_alike(plans).values() if plan} == {64}
+
+
+def test_joined_layers_have_scales_that_hold_those_of_all():
+    plans = {part: LayerPlan(EXACT, Groups(4, 64, scales=dtype)) for part, dtype in ((Q, "F16"), (K, "BF16"))}
+    assert set(with_joined_alike(plans).values()) == {LayerPlan(EXACT, Groups(4, 64, scales="F32"))}
+
+
+def test_joined_layers_have_one_act_order():
+    first, second, none = (LayerPlan(EXACT, Groups(4, 64, act_order=order > 0), order=order) for order in (1, 2, 0))
+    assert with_joined_alike({Q: first, K: first}) == {Q: first, K: first}
+    for other in (second, none, replace(first, groups=Groups(4, 32, act_order=True))):
+        assert with_joined_alike({Q: first, K: other}) == {Q: None, K: None}
+    rounded = LayerPlan(ROUNDED, Groups(8, 32))
+    assert with_joined_alike({Q: first, K: rounded}) == {Q: rounded, K: rounded}
+
+
+def test_joined_layers_of_8_bit_floats_have_scales_of_the_same_blocks():
+    tensor, channel = (LayerPlan(EXACT, Groups(8, -1, True, "FP8", rows=rows), packed=True) for rows in (-1, 1))
+    assert with_joined_alike({Q: tensor, K: tensor}) == {Q: tensor, K: tensor}
+    assert with_joined_alike({Q: tensor, K: channel}) == {Q: None, K: None}
+
+
+@pytest.mark.parametrize("format", ["gptq", "compressed-tensors"])
+def test_layers_of_other_act_order_are_floats_where_sglang_joins_them(format, small_model, tmp_path):
+    write_gptq(tmp_path / "ordered", small_model, 4, 64, desc_act=True, checkpoint_format="gptq_v2")
+    key = f"{K}.g_idx"
+    with bridge.open_checkpoint(tmp_path / "ordered") as ckpt:
+        order = ckpt.store.read(key)
+    edit_raw(
+        tmp_path / "ordered/model.safetensors",
+        lambda tensors: tensors.update({key: (tensors[key][0], np.ascontiguousarray(order[::-1]).tobytes())}),
+    )
+    done = bridge.repack(tmp_path / "ordered", tmp_path / "out", format, host="sglang")
+    how = {t.name.removesuffix(".weight"): t.how for t in done.tensors}
+    assert [how[Q], how[K], how[V], how[OUT]] == ["floats", "floats", "floats", "exact"]
+    assert same_weights(tmp_path / "ordered", tmp_path / "out")
 
 
 def test_an_unknown_program_is_refused_with_those_that_are_known(source, tmp_path):

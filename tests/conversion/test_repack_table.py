@@ -14,8 +14,10 @@ from bridge.checkpoint.formats.registry import FORMATS, READERS
 from bridge.conversion.checkpoints.repack import Repacked
 from bridge.conversion.checkpoints.write_layers import ExportedTensor
 from bridge.encode.limits import REQUANTIZED_LIMIT
+from bridge.errors import BridgeError
 from tests.conftest import ROOT
 from tests.support import repack_table
+from tests.support.encode import awq_tensors, gptq_tensors, quantize
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers", minversion="5.23")
@@ -77,6 +79,36 @@ def test_weights_are_those_of_the_source_or_as_near_as_reported_and_come_back_wh
             back = weights(tmp_path / f"{target} and back")
             for t in done.tensors:
                 assert np.array_equal(back[t.name], before[t.name]), (target, own, t)
+
+
+@pytest.mark.parametrize("bits", [None, 2])
+def test_clamped_zero_points_count_in_the_error_and_are_told(tmp_path, bits):
+    """Codes of weights that are all positive, whose zero points are 0, keep their greatest code."""
+    q = quantize(np.abs(repack_table.weight()), 4, 64, False)
+    assert not q.zeros.any()
+    label = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}
+    source = repack_table.save(tmp_path / "awq", awq_tensors(repack_table.NAME, q, 64), label)
+    done = bridge.repack(source, tmp_path / "gptq", "gptq", bits=bits, clamp=True)
+    assert isinstance(done, Repacked)
+    [layer] = [t for t in done.tensors if t.bits]
+    assert (layer.how, layer.bits) == (("all codes", 4) if bits is None else ("rounded", bits))
+    before, after = (weights(folder)[layer.name].astype(np.float64) for folder in (source, tmp_path / "gptq"))
+    assert layer.nmse == pytest.approx(np.square(after - before).sum() / np.square(before).sum(), rel=1e-3)
+    assert layer.nmse > 0
+    assert (done.raised == (0, 0)) == (bits is not None)  # what is rounded needs no zero point of 0
+    told = f"{q.zeros.size} zero points of 0, which GPTQ v1 cannot hold, became 1"
+    assert (told in done.summary()) == (bits is None)
+
+
+def test_weights_whose_offsets_are_beyond_halves_are_not_rounded(tmp_path):
+    """MLX's offsets are the products of scales and zero points."""
+    q = quantize(repack_table.weight(), 4, 64, False)
+    tensors = gptq_tensors(repack_table.NAME, q, 4, "gptq_v2")
+    tensors[f"{repack_table.NAME}.scales"] = tensors[f"{repack_table.NAME}.scales"].astype(np.float32) * 1e6
+    label = {"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": False, "checkpoint_format": "gptq_v2"}
+    source = repack_table.save(tmp_path / "gptq", tensors, label)
+    with pytest.raises(BridgeError, match="has no layer that mlx holds"):
+        bridge.repack(source, tmp_path / "mlx", "mlx")
 
 
 def kinds(done: Repacked) -> set[str]:

@@ -175,6 +175,16 @@ def test_act_order_is_compared_with_the_same_rows_in_order(floats, tmp_path):
         assert max(t.fidelity.nmse for t in report.tensors if t.fidelity) < 0.02
 
 
+def test_a_repacked_checkpoint_whose_act_order_was_undone_has_the_same_rows_in_order(floats, tmp_path):
+    write_gptq(tmp_path / "ordered", floats, desc_act=True)
+    bridge.repack(tmp_path / "ordered", tmp_path / "mlx", "mlx")
+    for pair in (("mlx", "ordered"), ("ordered", "mlx"), ("ordered", "ordered")):
+        report = bridge.verify(*(tmp_path / name for name in pair))
+        assert max(t.fidelity.nmse for t in report.tensors if t.fidelity) < 0.005
+        assert by_source(report)[f"{DOWN}.weight"].outcome == CARRIED
+    assert failures(report, exact=True) == []
+
+
 @pytest.mark.parametrize("name", ["llama-gptq-4bit-g128-asym-actorder", "qwen3-awq-4bit-g128-gemm"])
 def test_a_checkpoint_is_compared_with_its_own_gguf_as_the_reference(name, tmp_path):
     """Llama's GGUFs have the rows of q and k in another order."""

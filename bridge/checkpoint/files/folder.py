@@ -12,7 +12,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO, Protocol, Self
 
-from bridge.checkpoint.files.weight_files import NOT_WEIGHTS, WEIGHTS, belongs
+from bridge.checkpoint.files.weight_files import NOT_WEIGHTS, OTHER_WEIGHTS, WEIGHTS, belongs
 from bridge.errors import BridgeError, parameter
 from bridge.system.storage.files import disk_errors, expect_name, expect_regular, files_below, sync_folder
 from bridge.system.storage.folder_locks import temporary_beside
@@ -98,7 +98,9 @@ class CheckpointFolder:
 
     def foreign(self, file: Path) -> bool:
         """Whether a file holds other weights than those read, or their index."""
-        return file.name.endswith(".index.json") or (file.suffix in (*WEIGHTS, ".pth") and file.name not in NOT_WEIGHTS)
+        return file.name.endswith(".index.json") or (
+            file.suffix in (*WEIGHTS, *OTHER_WEIGHTS) and file.name not in NOT_WEIGHTS
+        )
 
     def _copy_file(self, file: Path, target: Path) -> None:
         expect_regular(file)
@@ -127,6 +129,8 @@ def check_folder(ckpt: Source, path: Path, force: bool, reads: Iterable[Path] = 
     expect_name(path)
     if path.is_symlink() or (path.exists() and not path.is_dir()):
         raise BridgeError(f"{path}: is a {'link' if path.is_symlink() else 'file'}; give the folder to write")
+    if path.name in ("", ".."):
+        raise BridgeError(f"{path}: is no name that a new folder can take; give another")
     check_parents(path)
     target = path.resolve()
     for source in {ckpt.path.resolve(), ckpt.home.resolve()}:

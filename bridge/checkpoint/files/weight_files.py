@@ -11,6 +11,7 @@ from bridge.errors import BridgeError
 from bridge.system.storage.files import expanded, read_json, shards_of
 
 WEIGHTS = (".safetensors", ".bin", ".pt")  # endings of files with weights, in order of preference
+OTHER_WEIGHTS = (".pth", ".gguf", ".h5", ".msgpack", ".onnx")  # of the same model for other programs
 CONFIGS = (".json", ".txt", ".jinja", ".model", "README.md")  # endings of all other files that are read
 NOT_WEIGHTS = {"training_args.bin", "optimizer.bin", "scheduler.bin", "sentencepiece.bpe.bin", "optimizer.pt",
                 "scheduler.pt", "adapter_model.safetensors", "adapter_model.bin"}  # fmt: skip

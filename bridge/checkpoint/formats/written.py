@@ -128,8 +128,8 @@ class WrittenFormat:
     fp8              what may have a scale of 8-bit floats, the preferred first: tensor, channel, block (of 128 x 128),
                      or group (of 32 columns, a power of two); "static tensor", "static channel": with a scale of
                      activations
-    zeros            zero points: integers, integers but 0, the middle of the codes alone, any halves, or the products
-                     -scale * zero point as halves
+    zeros            zero points: integers, integers but 0, integers of which 0 becomes 1 with its codes, the middle of
+                     the codes alone, any halves, or the products -scale * zero point as halves
     rounding         zero points of layers that are rounded below 8 bits: the middle of the codes, any, or as asked
     scale_dtypes     those that scales may have; halves are preferred
     act_order        whether groups may be of any columns
@@ -165,7 +165,7 @@ class WrittenFormat:
     fp4: tuple[str, ...] = ()
     tensor_scale: bool = True
     fp8: tuple[str, ...] = ()
-    zeros: Literal["integers", "integers from 1", "middle", "halves", "products"] = "integers"
+    zeros: Literal["integers", "integers from 1", "raised to 1", "middle", "halves", "products"] = "integers"
     rounding: Literal["symmetric", "asymmetric", "either"] = "either"
     scale_dtypes: tuple[str, ...] = ("F16",)
     act_order: bool = False
@@ -193,6 +193,11 @@ class WrittenFormat:
     def holds_zero(self) -> bool:
         """Whether a zero point may be 0."""
         return self.zeros != "integers from 1"
+
+    @property
+    def from_1(self) -> bool:
+        """Whether zero points are at least 1 as they are written."""
+        return self.zeros in ("integers from 1", "raised to 1")
 
     def lacking(self, groups: Groups) -> set[str]:
         """The tensors of the format that such a layer lacks."""

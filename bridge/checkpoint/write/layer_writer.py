@@ -116,18 +116,13 @@ class LayerWriter:
     def _written(self) -> WrittenFormat:
         return FORMATS[self.format]
 
-    def clamped(self, tensor: GroupedTensor) -> GroupedTensor:
-        """The tensor as `add` writes it, whose zero points of 0 have become 1 if `clamp` asks for that."""
-        if not self.clamp or self._written.holds_zero or not (zeros := zeros_of_0(tensor)):
-            return tensor
-        tensor, lost = raised(tensor)
-        self.counts.raised = self.counts.raised[0] + zeros, self.counts.raised[1] + lost
-        return tensor
-
     def _counted(self, tensor: GroupedTensor, layer: Groups) -> GroupedTensor:
         """The tensor as it is written. Raises BridgeError if it is not as announced."""
-        tensor = self.clamped(tensor)
         name, written, counts = tensor.name, self._written, self.counts
+        if self.clamp and not written.holds_zero:
+            zeros = zeros_of_0(tensor)
+            tensor, lost = raised(tensor)
+            counts.raised = counts.raised[0] + zeros, counts.raised[1] + lost
         asymmetric = bool((tensor.zeros != 1 << (layer.bits - 1)).any())
         if layer.symmetric and asymmetric:
             raise BridgeError(f"{name}: was announced as symmetric, but has zero points")

@@ -7,16 +7,6 @@ from bridge.system.report import FolderReport, save_report
 from bridge.system.text import note_lines, percent, size_text
 
 
-def clamped_fact(raised: tuple[int, int]) -> tuple[str, str]:
-    """What a report says of `Written.raised`."""
-    points, weights = raised
-    return (
-        "clamped",
-        f"{points} zero points of 0, which GPTQ v1 cannot hold, became 1, and their codes rose by 1; "
-        f"{weights} weights with the greatest code lost a step",
-    )
-
-
 @dataclass(repr=False)
 class Written(FolderReport):
     """The report of a written checkpoint."""
@@ -46,11 +36,17 @@ class Written(FolderReport):
         """The report in a few lines; notes alone where layers were stored, see `Calibration.blocks`."""
         if not self.nbytes:
             return "\n".join(note_lines(self.notes))
-        facts = []
-        if self.raised[0]:
-            facts.append(clamped_fact(self.raised))
+        facts = clamped_facts(*self.raised)
         if self.left_out:
             facts.append(("left out", f"{', '.join(self.left_out)}: not part of the checkpoint that was read"))
         size = size_text(self.nbytes)
         written = f"{self.modules} layers quantized as {self.format}, {size} written in {self.seconds:.1f} s"
         return self.printed([written], facts)
+
+
+def clamped_facts(points: int, weights: int) -> list[tuple[str, str]]:
+    """What became of zero points of 0, and of the weights that lost a step by it; nothing where there were none."""
+    if not points:
+        return []
+    became = f"{points} zero points of 0, which GPTQ v1 cannot hold, became 1, and their codes rose by 1"
+    return [("clamped", f"{became}; {weights} weights with the greatest code lost a step")]

@@ -110,12 +110,13 @@ def with_joined_alike(plans: Mapping[str, LayerPlan | None]) -> dict[str, LayerP
 
 
 def shared_plan(plans: Iterable[LayerPlan | None]) -> LayerPlan | None:
-    """The plan that several layers can have; None if one stays in floats, or their codes differ in kind."""
-    first, *others = set(plans)
+    """The plan that several layers can have; None if one stays in floats, or if they differ in the kind of their codes,
+    in what shares a scale of floats, or in act-order."""
+    first, *others = dict.fromkeys(plans)
     if first is None or not others:
         return first
     different = [first, *(plan for plan in others if plan is not None)]
-    if len(different) <= len(others) or len({plan.groups.kind for plan in different}) > 1:
+    if len(different) <= len(others) or any(plan.groups.kind != "int" for plan in different):
         return None
     every = [plan.groups for plan in different]
     bits, sizes = max(groups.bits for groups in every), {groups.group_size for groups in every}
@@ -123,6 +124,12 @@ def shared_plan(plans: Iterable[LayerPlan | None]) -> LayerPlan | None:
     if any(groups.group_size not in (-1, size) and groups.group_size % size for groups in every):
         return None
     how = ROUNDED if any(plan.how == ROUNDED for plan in different) else EXACT
-    symmetric = all(groups.symmetric for groups in every)
-    groups = first.groups._replace(bits=bits, group_size=size, symmetric=symmetric)
-    return LayerPlan(how, groups, offsets=any(plan.offsets for plan in different))
+    order = 0 if how == ROUNDED else first.order
+    if how == EXACT and (len({plan.order for plan in different}) > 1 or (order and len(sizes) > 1)):
+        return None
+    scales = {groups.scales for groups in every}
+    groups = first.groups._replace(
+        bits=bits, group_size=size, symmetric=all(groups.symmetric for groups in every),
+        act_order=bool(order) and first.groups.act_order, scales=scales.pop() if len(scales) == 1 else "F32",
+    )  # fmt: skip
+    return LayerPlan(how, groups, offsets=any(plan.offsets for plan in different), order=order)

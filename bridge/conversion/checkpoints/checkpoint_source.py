@@ -27,6 +27,7 @@ from bridge.conversion.checkpoints.layer_plan import Layer
 from bridge.models.outline import Fold
 
 _DTYPES = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}  # as config.json has them
+_DTYPE_KEYS = frozenset({"dtype", "torch_dtype"})  # the second is the older
 _LABELS = frozenset({"quantization_config", "quantization", "compression_config", "quip_params"})  # of config.json
 _HEAD = "lm_head"
 
@@ -51,7 +52,10 @@ class CheckpointSource:
         self._rows, self._columns = _permutations(ckpt, names.folds)
         self.notes, self.stacks = names.notes, len(names.assembled)
         self._module = lru_cache(2)(self._read_module)  # it is read for its plan, to be packed, and to be compared
-        of_layers = dtype or (written and written.dtype) or self._model_dtype()
+        changed = dtype or (written and written.dtype)
+        of_layers = changed or self._model_dtype()
+        if changed:
+            self.config = _with_dtype(self.config, next(name for name, kind in _DTYPES.items() if kind == changed))
         self._assembled = names.assembled
         parts = {name for layers in self._assembled.values() for name in layers.sources}
         self._modules = {f"{m}.weight": m for m in ckpt.modules if f"{m}.weight" not in parts}
@@ -174,6 +178,17 @@ class CheckpointSource:
             return info.dtype
         to_half = info.dtype == "BF16" and self._written is not None and self._written.dtype == "F16"
         return self._dtype or ("F16" if to_half else info.dtype)
+
+
+def _with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """config.json with another dtype of the model, and of its parts where they state one."""
+    changed: dict[str, Any] = {"dtype": dtype}
+    for key, value in config.items():
+        if key.endswith("_config") and isinstance(value, dict) and not _DTYPE_KEYS.isdisjoint(value):
+            changed[key] = _with_dtype(value, dtype)
+        elif key not in _DTYPE_KEYS:
+            changed[key] = value
+    return changed
 
 
 def _permutations(ckpt: Checkpoint, folds: Iterable[Fold]) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:

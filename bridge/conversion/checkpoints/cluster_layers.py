@@ -39,7 +39,7 @@ class Request:
     def written(self) -> WrittenFormat | None:
         """The format, as far as the program reads it that is to load the checkpoint; None: floats."""
         written = for_host(FORMATS.get(self.format), self.host)
-        return replace(written, zeros="integers") if written and self.clamp else written  # which it then raises
+        return replace(written, zeros="raised to 1") if written and self.clamp else written
 
     def source(self, ckpt: Checkpoint) -> CheckpointSource:
         """The checkpoint as what is written from."""

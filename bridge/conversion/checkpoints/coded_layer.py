@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TypeGuard
+from zlib import crc32
 
 import numpy as np
 
@@ -61,8 +62,10 @@ class CodedLayer(Layer):
             return None
         middle = bool((coded.zeros == 1 << (coded.bits - 1)).all())
         groups = groups_of(coded.bits, coded.group_size, middle, self.shape, self.written)
+        order = 0 if coded.group_of_column is None else crc32(coded.group_of_column.tobytes())
         act_order = bool(self.written.order_part) and not coded.sequential
-        return LayerPlan(EXACT, groups._replace(act_order=act_order, scales=self.written.scale_dtype(coded.scales)))
+        groups = groups._replace(act_order=act_order, scales=self.written.scale_dtype(coded.scales))
+        return LayerPlan(EXACT, groups, order=order)
 
     def _holds_fp4(self, tensor: CodedTensor) -> TypeGuard[Fp4Tensor]:
         """Whether it is of 4-bit floats that the format holds."""

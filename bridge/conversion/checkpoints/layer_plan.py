@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from bridge.checkpoint.files.dtypes import not_finite
-from bridge.checkpoint.formats.written import Groups, WrittenFormat
+from bridge.checkpoint.formats.written import Groups, WrittenFormat, raised
 from bridge.checkpoint.grouped import GroupedTensor, PackedTensor
 from bridge.checkpoint.write.block_words import TILE, ReusedArrays
 from bridge.encode.limits import REQUANTIZED_LIMIT
@@ -37,12 +37,14 @@ class LayerPlan:
     groups   how the format describes it
     offsets  zero points are not whole numbers
     packed   codes and scales are the format's as they are stored: no code becomes a byte
+    order    a checksum of the groups of its columns; 0: these are consecutive
     """
 
     how: str
     groups: Groups
     offsets: bool = False
     packed: bool = False
+    order: int = 0
 
 
 @dataclass(frozen=True)
@@ -140,6 +142,8 @@ class Layer:
                     raise not_finite(self.file, f"{self.module}.weight")
                 tensor = self._rounded(weights, width)
                 finite = bool(np.isfinite(tensor.scales).all())
+                if self.written.zeros == "products":
+                    finite = finite and bool(np.isfinite(tensor.half_products()).all())
                 if not finite:
                     break
                 error += float(np.square(tensor.dequantize() - weights, dtype=np.float64).sum())
@@ -152,7 +156,7 @@ class Layer:
     def _rounded(self, weights: np.ndarray, bits: int) -> GroupedTensor:
         """Weights rounded to nearest, in groups of 32."""
         symmetric = is_symmetric(bits, self.written)
-        return round_to_groups(self.module, weights, bits, symmetric, least=not self.written.holds_zero)
+        return round_to_groups(self.module, weights, bits, symmetric, least=self.written.from_1)
 
     def _rounded_pieces(self, plan: LayerPlan, rows: slice) -> Iterator[GroupedTensor]:
         """A run of rows, rounded, in pieces."""
@@ -161,6 +165,8 @@ class Layer:
 
     def _values(self, tensor: GroupedTensor, rows: slice) -> np.ndarray:
         """float32 of some rows as the checkpoint has them."""
+        if self.written.from_1 and not tensor.zeros.all():
+            tensor, rows = raised(tensor.take_rows(np.arange(*rows.indices(tensor.shape[0]))))[0], slice(None)
         if not self.written.any_zeros:
             return tensor.dequantize(rows)
         size, codes = tensor.group_size, tensor.codes[rows]

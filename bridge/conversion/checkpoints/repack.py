@@ -22,7 +22,7 @@ from bridge.checkpoint.formats.written import WrittenFormat
 from bridge.checkpoint.labels.hosts import HOSTS, check_for_host, for_host
 from bridge.checkpoint.repack import FORMATS as ZERO_POINT_FORMATS
 from bridge.checkpoint.repack import Rewritten, is_rewritten, rewrite_zero_points
-from bridge.checkpoint.write.report import clamped_fact
+from bridge.checkpoint.write.report import clamped_facts
 from bridge.checkpoint.write.writer import CheckpointWriter
 from bridge.conversion.checkpoints.checkpoint_plan import CheckpointPlan
 from bridge.conversion.checkpoints.cluster_layers import Cluster, Request
@@ -53,8 +53,7 @@ class Repacked(Exported):
         layers = [t for t in self.tensors if t.how != AS_FLOATS]
         counts = Counter(t.how for t in layers)
         facts = [("layers", ", ".join(f"{count} {how}" for how, count in counts.items()) or "floats")]
-        if self.raised[0]:
-            facts.append(clamped_fact(self.raised))
+        facts += clamped_facts(*self.raised)
         if self.left_out:
             facts.append(("left out", f"{', '.join(self.left_out)}: not part of the checkpoint"))
         return facts

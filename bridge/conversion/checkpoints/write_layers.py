@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Protocol
 
 from bridge.checkpoint import Checkpoint
 from bridge.checkpoint.formats.written import Groups
-from bridge.checkpoint.grouped import GroupedTensor
 from bridge.checkpoint.write.block_words import ReusedArrays
 from bridge.checkpoint.write.layer_writer import LayerWriter
 from bridge.conversion.checkpoints.checkpoint_plan import CheckpointPlan
@@ -118,7 +117,7 @@ def write_layers(
     reports = []
     for layer, layer_plan in layers:
         if layer.module in finished:
-            codes = writer.clamped(finished[layer.module].tensor())
+            codes = finished[layer.module].tensor()
             writer.add(codes)
             errors = layer.squared_errors(layer_plan, codes, (slice(0, codes.shape[0]),))
             reports.append(_report(layer, layer_plan, *errors))
@@ -139,7 +138,7 @@ class Workers(Protocol):
 def write_planned(writer: LayerWriter, layers: Sequence[tuple[Layer, LayerPlan]]) -> list[ExportedTensor]:
     """Write layers as they are planned."""
     sums = {layer.module: (0.0, 0.0) for layer, _ in layers}
-    for first, tensor, (error, signal) in _rows_of(writer, layers):
+    for first, tensor, (error, signal) in _rows_of(layers):
         writer.add(tensor, first)
         sums[tensor.name] = sums[tensor.name][0] + error, sums[tensor.name][1] + signal
     return [_report(layer, plan, *sums[layer.module]) for layer, plan in layers]
@@ -148,13 +147,11 @@ def write_planned(writer: LayerWriter, layers: Sequence[tuple[Layer, LayerPlan]]
 _Written = tuple[int, Coded, tuple[float, float]]
 
 
-def _rows_of(writer: LayerWriter, layers: Iterable[tuple[Layer, LayerPlan]]) -> Iterator[_Written]:
+def _rows_of(layers: Iterable[tuple[Layer, LayerPlan]]) -> Iterator[_Written]:
     """Rows of layers: how many came before, codes, and squared errors. While some are written, the next are made."""
 
     def codes(layer: Layer, plan: LayerPlan, rows: Rows, arrays: ReusedArrays) -> _Written:
         tensor = layer.codes(plan, rows, arrays)
-        if isinstance(tensor, GroupedTensor):
-            tensor = writer.clamped(tensor)
         return rows[0].start * len(rows), tensor, layer.squared_errors(plan, tensor, rows)
 
     work = ((layer, plan, rows) for layer, plan in layers for rows in layer.runs(plan))

@@ -115,8 +115,29 @@ def of_checkpoints(
     expected, others = (_by_name(c, outline) for c, outline in zip((reference, ckpt), outlines, strict=True))
     more = expected.keys() | others.keys()
     notes = [f"compared by the checkpoints' names, since a GGUF has no place for them: {_few(more)}"] if more else []
-    tensors, other_tensors = (outline.tensors for outline in outlines)
+    tensors, other_tensors = _in_one_order((reference, outlines[0]), (ckpt, outlines[1]))
     return Counterparts([*tensors, *expected.values()], _measured(ckpt, [*other_tensors, *others.values()]), notes)
+
+
+def _in_one_order(
+    reference: tuple[Checkpoint, Outline], measured: tuple[Checkpoint, Outline]
+) -> tuple[list[OutlineTensor], list[OutlineTensor]]:
+    """The tensors of two checkpoints, of which one may have rows permuted where the other has act-order."""
+    readers = PartReader(reference[0]), PartReader(measured[0])
+    others = {t.name: t for t in measured[1].tensors}
+
+    def error(tensor: OutlineTensor) -> float:
+        other = others.get(tensor.name)
+        return math.inf if other is None else squared_error(readers[0], tensor, PartRows(readers[1], other))
+
+    tensors = _as_converted(*reference, error)
+    expected = {t.name: t for t in tensors}
+
+    def error_of_measured(tensor: OutlineTensor) -> float:
+        other = expected.get(tensor.name)
+        return math.inf if other is None else squared_error(readers[0], other, PartRows(readers[1], tensor))
+
+    return tensors, _as_converted(*measured, error_of_measured)
 
 
 def in_both(counterparts: Counterparts, reference: str, allow_missing: bool) -> Counterparts:
