@@ -127,6 +127,8 @@ def check_folder(ckpt: Source, path: Path, force: bool, reads: Iterable[Path] = 
     expect_name(path)
     if path.is_symlink() or (path.exists() and not path.is_dir()):
         raise BridgeError(f"{path}: is a {'link' if path.is_symlink() else 'file'}; give the folder to write")
+    if path.suffix.lower() == ".gguf":
+        raise BridgeError(f"{path}: a checkpoint is a folder; give a name without .gguf, or `gguf-bridge convert`")
     check_parents(path)
     target = path.resolve()
     for source in {ckpt.path.resolve(), ckpt.home.resolve()}:
