@@ -5,7 +5,7 @@ them instead. Standard output passes through it as a whole (`cli/use/terminal.py
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from bridge.errors import BridgeError, shortened
 from bridge.system.status_line import LINE, clock_text
@@ -77,6 +77,12 @@ def meant(word: str, known: Iterable[str], count: int = 1) -> str:
 def unknown(what: str, word: str, known: Sequence[str]) -> BridgeError:
     """The error of a word that is none of the known ones: all of them, and the one that was meant, if one is near."""
     return BridgeError(f"unknown {what} {word!r}: choose one of {', '.join(known)}{meant(word, known)}")
+
+
+def few_of(names: Collection[str], count: int = 3) -> str:
+    """The first of some names, and how many there are more."""
+    listed = ", ".join(sorted(names)[:count])
+    return listed if len(names) <= count else f"{listed} and {len(names) - count} more"
 
 
 def percent(share: float, digits: int = 2) -> str:

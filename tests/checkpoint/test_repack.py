@@ -580,12 +580,16 @@ def test_what_has_no_v1_and_v2_is_refused_without_a_format(tmp_path, refused):
     write_folder(tmp_path / "legacy", tensors, {"quant_method": "gptq", "bits": 4, "group_size": -1})
     for name, said in {
         "awq": "is awq-gemm; give the --format that it is to have",
-        "float": "is float; give the --format",
+        "float": "is not quantized; `quantize` with --format does that",
         "planar": "is planar gptq_p, which stores true zero points already; --format repacks it",
         "five": "is gptq_v2; give the --format",
         "legacy": "is gptq with float zeros; give the --format",
     }.items():
         assert said in refused(tmp_path / name, tmp_path / "b")
+
+
+def test_a_folder_with_the_name_of_a_gguf_is_refused(tmp_path, refused):
+    assert "a checkpoint is a folder; give a name without .gguf" in refused(CHECKPOINT, tmp_path / "b.gguf")
 
 
 def test_the_summary_says_what_changed_and_what_did_not(tmp_path, capsys):

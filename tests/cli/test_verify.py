@@ -50,6 +50,26 @@ def test_verify_fails_where_a_threshold_is_tight(run, auto):
     assert out.count("FAILED ") == 1
 
 
+def test_weights_that_became_floats_are_not_said_to_be_requantized(run, tmp_path):
+    bridge.repack(CHECKPOINT, tmp_path / "floats", "floats")
+    out = run("verify", tmp_path / "floats", CHECKPOINT)
+    assert re.search(r"and 27 more: codes not kept, stored as \S+16;", out)
+    assert "requantized" not in out
+
+
+def test_blocks_of_a_reference_are_named_by_their_type(run, auto):
+    out = run("verify", auto, auto)
+    assert re.search(r"^attn_q +4 +Q4_K +\S+ +came as Q4_K +exact", out, re.MULTILINE)
+
+
+def test_a_report_of_verify_says_read(auto):
+    assert bridge.verify(auto, CHECKPOINT).table().endswith(f"read {auto}")
+
+
+def test_windows_without_a_text_are_refused(refused, auto):
+    assert "--windows is of a text; give --text too" in refused("verify", auto, CHECKPOINT, "--windows", 2)
+
+
 @pytest.fixture
 def v2(tmp_path):
     """The checkpoint as GPTQ v2."""

@@ -368,7 +368,7 @@ def test_both_predict_a_text(gptq, floats, tmp_path):
     assert found.tokens == np.concatenate(same).size
     assert steps[-1][:2] == (2, 2)
     assert report.as_dict()["predictions"]["divergence"]["mean"] == found.divergence.mean
-    assert f"KL divergence from the reference {found.divergence.mean:.6f} +- " in report.table("read")
+    assert f"KL divergence from the reference {found.divergence.mean:.6f} +- " in report.table()
 
 
 def test_a_gguf_predicts_as_the_checkpoint_whose_codes_it_has(gptq, tmp_path):

@@ -131,6 +131,8 @@ def check_folder(ckpt: Source, path: Path, force: bool, reads: Iterable[Path] = 
         raise BridgeError(f"{path}: is a {'link' if path.is_symlink() else 'file'}; give the folder to write")
     if path.name in ("", ".."):
         raise BridgeError(f"{path}: is no name that a new folder can take; give another")
+    if path.suffix.lower() == ".gguf":
+        raise BridgeError(f"{path}: a checkpoint is a folder; give a name without .gguf, or `gguf-bridge convert`")
     check_parents(path)
     target = path.resolve()
     for source in {ckpt.path.resolve(), ckpt.home.resolve()}:

@@ -52,6 +52,7 @@ from bridge.checkpoint.grouped import CodedTensor, GroupedTensor, PackedTensor, 
 from bridge.checkpoint.labels.quant_config import QuantConfig
 from bridge.checkpoint.labels.schemes import Scheme, ignored, matches, read_schemes, scheme_of, schemes_of
 from bridge.errors import BridgeError
+from bridge.system.text import few_of
 
 _E2M3 = np.array([m if e == 0 else (8 + m) << (e - 1) for e in range(4) for m in range(8)], np.uint8)  # in eighths
 _EIGHTHS = np.concatenate([128 + _E2M3, 128 - _E2M3])  # of a code, plus 128
@@ -77,8 +78,7 @@ class CompressedReader(Reader):
         return replace(
             quant,
             title=f"compressed-tensors {' and '.join(formats)}",
-            claims=tuple(f"({s} for {', '.join(s.targets)})" if several else str(s) for s in schemes)
-            or ("no weights",),
+            claims=tuple(f"({s} for {few_of(s.targets)})" if several else str(s) for s in schemes) or ("no weights",),
             bits=first.bits if first else 8,
             group_size=(first.block[1] or -1) if first else -1,
             sym=all(s.sym for s in schemes),

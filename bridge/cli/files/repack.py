@@ -12,8 +12,8 @@ from bridge.encode.limits import REQUANTIZED_LIMIT
 from bridge.system.progress import Bar, say
 
 _DESCRIPTION = """\
-Write a quantized checkpoint in another format, with its codes where that holds them; from
-GPTQ to GPTQ v1 or v2 zero points alone are rewritten, and wrong labels corrected.
+Write a quantized checkpoint in another format, with its codes where that holds them. From GPTQ to
+v1 or v2, zero points alone are rewritten.
 """
 
 
@@ -23,23 +23,25 @@ def add_parser(commands: Any) -> None:
     p.add_argument("out", type=Path, help="folder to write (never the source itself)")
     formats = ("floats", *FORMATS)
     p.add_argument(
-        "--format", "--checkpoint-format", choices=formats, metavar="NAME",
-        help=f"{in_words(formats)} (default: GPTQ's own, v1 or v2)",
+        "--format", choices=formats, metavar="NAME",
+        help=f"{in_words(formats)} (default: GPTQ as it is, with labels that are true)",
     )  # fmt: skip
+    older = further(p, "older names")
+    older.add_argument("--checkpoint-format", dest="format", choices=formats, metavar="NAME", help="--format")
     p.add_argument(
         "--for", dest="host", choices=HOSTS, metavar="PROGRAM",
-        help=f"write only what this program reads: {in_words([*HOSTS])}",
+        help=f"write only what this program reads of the format: {in_words([*HOSTS])}",
     )  # fmt: skip
     p.add_argument(
         "--bits", type=int, metavar="N",
-        help="bits of a layer at most: others, and 8-bit floats that the format lacks, are rounded to N (default: "
-        f"those of its codes, or the least that add under {REQUANTIZED_LIMIT:.0%}% of their noise)",
+        help="bits of a layer at most: codes that take more, and 8-bit floats that the format lacks, are rounded to N "
+        f"(default: those of the codes, or the least that add under {REQUANTIZED_LIMIT:.0%}% of their noise)",
     )  # fmt: skip
     p.add_argument(
         "--clamp", action="store_true",
         help="to gptq (v1): make zero points of 0, which it lacks, 1",
     )  # fmt: skip
-    p.add_argument(
+    further(p).add_argument(
         "--config", metavar="DIR", type=Path, help="folder with config.json and tokenizer, for a source without them"
     )
     p.add_argument("--force", action="store_true", help="replace a checkpoint folder that exists")

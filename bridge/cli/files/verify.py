@@ -8,6 +8,7 @@ from bridge.cli.json_output import add_json, print_json
 from bridge.cli.options import SOURCE, add_options, add_report, command
 from bridge.conversion.planning.options import PlanOptions
 from bridge.encode.limits import FLOAT_LIMIT, REQUANTIZED_LIMIT
+from bridge.errors import BridgeError
 from bridge.system.progress import Bar, say
 from bridge.system.text import printable
 
@@ -62,6 +63,8 @@ def add_parser(commands: Any) -> None:
 
 def run(a: argparse.Namespace) -> int:
     """Verify, with progress bars, and print the report; 1 where a tensor is beyond a threshold."""
+    if a.windows is not None and a.text is None:
+        raise BridgeError("--windows is of a text; give --text too")
     say(f"reading {a.checkpoint}")
     from bridge.conversion.writing.verify import failures, verify
 
@@ -77,7 +80,7 @@ def run(a: argparse.Namespace) -> int:
     if a.json:
         print_json({"passed": not failed, "failures": failed, "predictions": None, **report.as_dict()})
         return 1 if failed else 0
-    print(report.table("read"))
+    print(report.table())
     for line in failed:
         print(f"FAILED {printable(line)}")
     limits = "--exact" if a.exact else "--max-share, --max-nmse"
@@ -86,5 +89,5 @@ def run(a: argparse.Namespace) -> int:
     elif a.exact:
         print("OK: every tensor is equal, weight by weight (--exact)")
     else:
-        print(f"OK: every tensor is as close to the checkpoint as its limit asks ({limits})")
+        print(f"OK: every tensor is as close to the reference as its limit asks ({limits})")
     return 1 if failed else 0

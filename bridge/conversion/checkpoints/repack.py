@@ -122,11 +122,11 @@ def repack(
     if clamp and (format == "floats" or (written is not None and written.holds_zero)):
         raise BridgeError(f"{format} holds every zero point; leave out {parameter('clamp', True)}, which is for v1")
     with open_by_name(source, config) as ckpt:
+        if ckpt.reader is None:
+            raise BridgeError(f"{ckpt.path}: is not quantized; `quantize` with {parameter('format')} does that")
         unchanged = (bits, dtype, calibrate, host) == (None, None, None, None)
         if format is None or (unchanged and format in ZERO_POINT_FORMATS and is_rewritten(ckpt)):
             return rewrite_zero_points(ckpt, expanded(out), format, clamp=clamp, force=force, progress=progress)
-        if ckpt.reader is None:
-            raise BridgeError(f"{ckpt.path}: is not quantized; `quantize` with {parameter('format')} does that")
         path = expanded(out)
         check_folder(ckpt, path, force, files_of(*(calibrate.files if calibrate else [])))
         request = Request(str(format), host, bits, dtype, clamp)

@@ -85,7 +85,8 @@ def _compare_floats(reader: PartReader, tensor: OutlineTensor, measured: TensorR
     if isinstance(measured, PartRows) and (outcome := _compare_blocks(reader, tensor, measured, sums)) is not None:
         return outcome
     fidelity = Fidelity(math.prod(tensor.shape), sums.error, sums.signal, 0.0, 0)
-    return Outcome(FLOAT, fidelity, largest_difference=sums.largest)
+    stored = reader.stored_as(tensor.parts[0]) if tensor.parts else None
+    return Outcome(FLOAT, fidelity, stored=stored, largest_difference=sums.largest)
 
 
 def _compare_blocks(reader: PartReader, tensor: OutlineTensor, measured: PartRows, sums: Sums) -> Outcome | None:

@@ -27,10 +27,10 @@ from bridge.models.outline import Outline, OutlineTensor, Part
 from bridge.models.table import BUFFERS
 from bridge.models.towers.tower import TOWER_NAME
 from bridge.models.wrapper import text_names
+from bridge.system.text import few_of
 
 # heads, and the embeddings that stand for them where they are tied
 _HEADS = {"output.weight": "token_embd.weight", "lm_head.weight": "model.embed_tokens.weight"}
-_LISTED = 3  # names in an error
 
 
 class _NamedTensor(OutlineTensor):
@@ -95,7 +95,7 @@ def with_gguf_as_reference(ckpt: Checkpoint, reference: GgufCheckpoint, target: 
         return math.inf if other is None else squared_error(reader, other, PartRows(PartReader(ckpt), tensor))
 
     others = _by_name(ckpt, outline)
-    notes = [f"the GGUF has no place for {_few(others)}: not compared"] if others else []
+    notes = [f"the GGUF has no place for {few_of(others)}: not compared"] if others else []
     return Counterparts([*expected.values()], _measured(ckpt, _as_converted(ckpt, outline, error)), notes)
 
 
@@ -114,7 +114,7 @@ def of_checkpoints(
         raise BridgeError(f"{ckpt.path}: is of {other_arch}, {reference.path} of {arch}; give two of the same model")
     expected, others = (_by_name(c, outline) for c, outline in zip((reference, ckpt), outlines, strict=True))
     more = expected.keys() | others.keys()
-    notes = [f"compared by the checkpoints' names, since a GGUF has no place for them: {_few(more)}"] if more else []
+    notes = [f"compared by the checkpoints' names, since a GGUF has no place for them: {few_of(more)}"] if more else []
     tensors, other_tensors = _in_one_order((reference, outlines[0]), (ckpt, outlines[1]))
     return Counterparts([*tensors, *expected.values()], _measured(ckpt, [*other_tensors, *others.values()]), notes)
 
@@ -156,8 +156,8 @@ def in_both(counterparts: Counterparts, reference: str, allow_missing: bool) -> 
                 tensors[head] = replace(tensors[embeddings], name=head)
             notes.append(f"{head}: one of the two has it, and is compared with the embeddings of the other")
     lost, extra = tensors.keys() - rows_of.keys(), rows_of.keys() - tensors.keys()
-    facts = [f"{_few(extra)} {_are(extra)} not in {reference}"] if extra else []
-    facts += [f"{_few(lost)} of {reference} {_are(lost)} missing"] if lost else []
+    facts = [f"{few_of(extra)} {_are(extra)} not in {reference}"] if extra else []
+    facts += [f"{few_of(lost)} of {reference} {_are(lost)} missing"] if lost else []
     if facts and not allow_missing:
         way = f"{parameter('allow_missing', True)} compares what both have"
         raise BridgeError(f"{measured.name}: {'; '.join(facts)}. {way}")
@@ -243,12 +243,6 @@ def _named(name: str, stored: str, shape: tuple[int, ...]) -> _NamedTensor:
     if not shape:
         return _NamedTensor(name, (1,), (Part(stored, (1,), change="scalar"),))
     return _NamedTensor(name, shape, (Part(stored, shape),))
-
-
-def _few(names: Collection[str]) -> str:
-    """The first of some names, and how many there are more."""
-    listed = ", ".join(sorted(names)[:_LISTED])
-    return listed if len(names) <= _LISTED else f"{listed} and {len(names) - _LISTED} more"
 
 
 def _are(names: Collection[str]) -> str:

@@ -140,6 +140,7 @@ class Report(CommandReport):
 
     output_format  of what was written, or what `verify` measured
     predictions    how `verify` found a text to be predicted, with the divergence from the reference
+    done           with the outputs
     """
 
     checkpoint: str
@@ -148,6 +149,7 @@ class Report(CommandReport):
     source_bytes: int
     output_format: str = "GGUF"
     predictions: Perplexity | None = None
+    done: str = WROTE
 
     def _about(self) -> str:
         return f"{len(self.tensors)} tensors of {self.checkpoint_format}, {self.bpw():.2f} bits a weight"
@@ -188,14 +190,14 @@ class Report(CommandReport):
         """Write everything as JSON; an earlier report is replaced. Raises BridgeError where that fails."""
         save_report(path, self.as_dict())
 
-    def table(self, done: str = WROTE) -> str:
+    def table(self) -> str:
         """The closing table: a row per kind of tensor, then notes, sizes and what was `done`; the speed of writing.
 
         Notes alone where nothing was written, but layers stored.
         """
         if not self.outputs:
             return self.printed([])
-        return self.printed(self._lines(), size=self._size(timed=done == WROTE), done=done)
+        return self.printed(self._lines(), size=self._size(timed=self.done == WROTE), done=self.done)
 
     def _lines(self) -> list[str]:
         """The rows, and what figures in them mean."""
@@ -247,8 +249,8 @@ class Report(CommandReport):
         if partly := self.total([PARTLY]):
             share, count = percent(partly.kept / partly.weights, 4), sum(t.outcome == PARTLY for t in self.tensors)
             lines.append(f"{count} tensors kept {share} of their codes; the others were {listed}")
-        requantized = [t.fidelity for t in self.tensors if t.outcome == REQUANTIZED and t.fidelity]
-        if rounded := sum(fidelity.error > 0 for fidelity in requantized):
+        requantized = [t for t in self.tensors if t.outcome == REQUANTIZED and t.type not in FLOAT_TYPES]
+        if rounded := sum(t.fidelity is not None and t.fidelity.error > 0 for t in requantized):
             lines.append(f"{rounded} tensors could not keep their codes and were {listed}")
         return lines
 

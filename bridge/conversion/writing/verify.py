@@ -117,7 +117,7 @@ def verify(
     seconds = time.perf_counter() - started
     return Report(
         files, seconds, str(checkpoint), reference.format, reports, reference.nbytes, pairs[0].measured.format,
-        predictions, notes=notes, home=reference.home,
+        predictions, done="read", notes=notes, home=reference.home,
     )  # fmt: skip
 
 
