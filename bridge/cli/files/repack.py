@@ -41,16 +41,16 @@ def add_parser(commands: Any) -> None:
         "--clamp", action="store_true",
         help="to gptq (v1): make zero points of 0, which it lacks, 1",
     )  # fmt: skip
+    p.add_argument(
+        "--dtype", choices=("F16", "BF16", "F32"),
+        help="type of all floats (default: as they are; of layers that become floats the model's)",
+    )  # fmt: skip
     further(p).add_argument(
         "--config", metavar="DIR", type=Path, help="folder with config.json and tokenizer, for a source without them"
     )
     p.add_argument("--force", action="store_true", help="replace a checkpoint folder that exists")
     add_upload(p)
     add_calibration(p)
-    further(p).add_argument(
-        "--dtype", choices=("F16", "BF16", "F32"),
-        help="type of all floats (default: as they are; of layers that become floats the model's)",
-    )  # fmt: skip
 
 
 def run(a: argparse.Namespace) -> int:
