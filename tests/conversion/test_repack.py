@@ -245,14 +245,14 @@ def test_a_format_of_one_group_size_has_the_largest_that_divides_all(tmp_path, s
     assert_same(source, tmp_path / "new")
 
 
-def test_act_order_in_compressed_tensors_is_for_sglang(tmp_path, small_model):
-    write_gptq(tmp_path / "source", small_model, 4, 64, desc_act=True, checkpoint_format="gptq_v2")
-    done = repack(tmp_path / "source", tmp_path / "new", "compressed-tensors", host="sglang")
-    assert ways(done) == {"exact"}
-    assert_same(tmp_path / "source", tmp_path / "new")
+@pytest.mark.parametrize("name", [name for name in checkpoint_names() if "actorder" in name])
+def test_act_order_in_compressed_tensors_is_for_sglang(tmp_path, checkpoints, name):
+    source = checkpoints / name
+    assert ways(repack(source, tmp_path / "new", "compressed-tensors", host="sglang")) == {"exact"}
+    assert_same(source, tmp_path / "new")
     assert ways(repack(tmp_path / "new", tmp_path / "back", "gptq_v2")) == {"exact"}
-    assert_same(tmp_path / "source", tmp_path / "back")
-    assert "rounded" in ways(repack(tmp_path / "source", tmp_path / "other", "compressed-tensors"))
+    assert_same(source, tmp_path / "back")
+    assert "rounded" in ways(repack(source, tmp_path / "other", "compressed-tensors"))
 
 
 def test_a_head_with_codes_stays_where_the_format_has_one(tmp_path, small_model):

@@ -8,7 +8,7 @@ from zlib import crc32
 import numpy as np
 
 from bridge.checkpoint.formats.fp4 import Fp4Tensor
-from bridge.checkpoint.formats.written import Groups
+from bridge.checkpoint.formats.written import Groups, in_dtype
 from bridge.checkpoint.grouped import CodedTensor, GroupedTensor, PackedTensor
 from bridge.checkpoint.write.block_words import ReusedArrays
 from bridge.conversion.checkpoints.codes_in_format import (
@@ -93,6 +93,26 @@ class CodedLayer(Layer):
         assert coded is not None  # as it was planned
         size = groups.group_size if groups.group_size > 0 else self.shape[1]
         return replace(in_groups_of(coded, size), name=self.module, bias=None)
+
+    def squared_errors(self, plan: LayerPlan, tensor: Coded, rows: Rows) -> tuple[float, float]:
+        if plan.how == EXACT and isinstance(tensor, GroupedTensor) and self._keeps_weights(tensor):
+            return 0.0, 0.0
+        return super().squared_errors(plan, tensor, rows)
+
+    def _keeps_weights(self, tensor: GroupedTensor) -> bool:
+        """Whether it is seen from codes, scales and zero points alone that all weights are those of the checkpoint."""
+        source, written = self.tensor(), self.written
+        raised = written.from_1 and not tensor.zeros.all()
+        if raised or written.zeros == "products" or not isinstance(source, GroupedTensor):
+            return False
+        source = in_groups_of(source, tensor.group_size)
+        zeros = in_dtype(tensor.zeros, "F16") if written.zeros == "halves" else tensor.zeros
+        shifts = zeros - source.zeros
+        codes = tensor.codes
+        if shifts.any():
+            codes = codes - shifts.astype(np.int16)[:, tensor.groups()]
+        whole = np.array_equal(shifts, np.rint(shifts))
+        return whole and np.array_equal(tensor.scales, source.scales) and np.array_equal(codes, source.codes)
 
     def _values(self, tensor: GroupedTensor, rows: slice) -> np.ndarray:
         if self.written.zeros != "products":
