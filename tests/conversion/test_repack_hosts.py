@@ -88,6 +88,24 @@ def test_there_is_no_act_order_for_programs_without_it(host, format, source, tmp
         assert all(ckpt.group_order(name) is None for name in ckpt.modules)
 
 
+@pytest.mark.parametrize(
+    ("host", "format", "why"),
+    [
+        (None, "compressed-tensors", "host='sglang' keeps, the only program that reads it in compressed-tensors"),
+        ("vllm", "gptq", "vllm does not read in gptq"),
+        (None, "awq", "awq does not hold"),
+    ],
+)
+def test_layers_that_are_rounded_or_floats_for_their_act_order_are_counted(host, format, why, source, tmp_path):
+    done = bridge.repack(source(desc_act=True), tmp_path / "out", format, host=host)
+    lost = sum(
+        t.name.startswith("model.layers") and t.how in ("rounded", "floats") and "norm" not in t.name
+        for t in done.tensors
+    )
+    assert lost
+    assert f"{lost} layers have act-order, which {why}" in done.notes
+
+
 @pytest.mark.parametrize(("host", "format"), [("transformers", "gptq"), ("sglang", "gptq")])
 def test_act_order_is_carried_for_programs_that_have_it(host, format, source, tmp_path):
     done = bridge.repack(source(desc_act=True), tmp_path / "out", format, host=host)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from safetensors.numpy import save_file
 
 import bridge
 from bridge.conversion.writing.report import CARRIED, FLOAT, REQUANTIZED, Report, TensorReport
+from bridge.conversion.writing.tensor_rows import PartRows
 from bridge.conversion.writing.verify import failures
 from bridge.errors import BridgeError
 from tests.conftest import CHECKPOINT, shared
@@ -329,6 +331,16 @@ def test_what_is_for_a_gguf_is_refused_for_a_checkpoint(gptq, tmp_path):
     for name in ("mtp_text", "mmproj"):
         with pytest.raises(BridgeError, match=f"{name}.*: is for a GGUF, and .*gptq is a checkpoint; leave it out"):
             bridge.verify(gptq, gptq, **{name: tmp_path / "t.txt"})  # type: ignore[arg-type]
+
+
+def test_layers_that_were_compared_are_not_left_to_the_garbage_collector(gptq):
+    gc.collect()
+    gc.disable()
+    try:
+        bridge.verify(gptq, gptq)
+        assert [rows for rows in gc.get_objects() if isinstance(rows, PartRows)] == []
+    finally:
+        gc.enable()
 
 
 def test_progress_counts_the_bytes_of_both(gptq, floats):

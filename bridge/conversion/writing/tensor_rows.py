@@ -57,8 +57,8 @@ class PartRows:
         self.rows = math.prod(tensor.shape if self.vector else tensor.shape[:-1])
         self.type = "+".join(sorted({*map(self._stored_as, tensor.parts)})) or tensor.fixed_type or "F32"
         self._last: tuple[Part, CodedTensor] | None = None
-        self._chunks = self._all()
-        self._held, self._first = self._none(), 0  # rows that were read beyond those that were asked for
+        self._chunks: Iterator[np.ndarray] = iter(())
+        self._held, self._first = self._none(), self.rows  # rows that were read beyond those that were asked for
 
     def values(self, start: int, stop: int | None) -> np.ndarray:
         """float32 rows, or values of a vector."""
@@ -74,6 +74,8 @@ class PartRows:
         rows = np.concatenate(pieces)
         taken = rows[start - self._first : stop - self._first]
         self._held, self._first = rows[stop - self._first :], stop
+        if stop == self.rows:
+            self._chunks = iter(())  # one that waits for its last step holds this object, and so the layer, in a circle
         return taken
 
     def codes(self, start: int, stop: int) -> Iterator[tuple[slice, CodedTensor, slice]]:
