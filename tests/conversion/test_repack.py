@@ -135,6 +135,8 @@ def test_act_order_of_down_proj_becomes_the_order_of_the_rows_before_it(tmp_path
     how = {t.name.removesuffix(".weight"): t.how for t in done.tensors}
     assert how[DOWN] == "exact"
     assert how[GATE] == "floats"  # of 4 bits rounded once more they would lose more than is allowed
+    assert "24 layers are floats, since awq does not hold their codes; bits=4 rounds them" in done.notes
+    assert "24 layers have act-order, which awq does not hold" in done.notes
     old, new = contents(tmp_path / "source"), contents(tmp_path / "new")
 
     def rows(parts: dict[str, np.ndarray | CodedTensor], module: str) -> np.ndarray:
@@ -174,8 +176,11 @@ def one_layer(folder: Path, bits: int = 4, format: str = "awq", zero: bool = Fal
 
 def test_zero_points_of_0_take_more_bits_in_gptq_v1_or_are_clamped_and_told(tmp_path, capsys):
     source = one_layer(tmp_path / "source", zero=True)
-    [layer] = [t for t in repack(source, tmp_path / "wide", "gptq").tensors if t.bits]
+    done = repack(source, tmp_path / "wide", "gptq")
+    [layer] = [t for t in done.tensors if t.bits]
     assert (layer.how, layer.bits) == ("exact", 8)
+    reason = "gptq has no room for all zero points; clamp=True makes those of 0 into 1"
+    assert done.notes == [f"1 layers take 8 bits instead of 4: {reason}"]
     assert_same(source, tmp_path / "wide")
     done = repack(source, tmp_path / "clamped", "gptq", clamp=True)
     [layer] = [t for t in done.tensors if t.bits]

@@ -67,6 +67,7 @@ def test_every_program_reads_floats(host, source, tmp_path):
 def test_zero_points_become_the_middle_of_more_bits_where_a_program_reads_no_others(host, format, source, tmp_path):
     done = bridge.repack(source(sym=False), tmp_path / "out", format, host=host)
     assert {(t.how, t.bits) for t in done.tensors if t.bits} == {("exact", 8)}
+    assert any(f"instead of 4: {format}, as {host} reads it, has no zero points but the m" in n for n in done.notes)
     assert same_weights(source(sym=False), tmp_path / "out")
     with bridge.open_checkpoint(tmp_path / "out") as ckpt:
         assert all((ckpt.read_module(name).zeros == 128).all() for name in ckpt.modules)

@@ -16,7 +16,6 @@ from typing import Any
 from bridge.checkpoint import Checkpoint
 from bridge.checkpoint.files.folder import check_folder
 from bridge.checkpoint.files.hub import open_by_name
-from bridge.checkpoint.formats.module_reader import scales_activations
 from bridge.checkpoint.formats.registry import FORMATS
 from bridge.checkpoint.formats.written import WrittenFormat
 from bridge.checkpoint.labels.hosts import HOSTS, check_for_host, for_host
@@ -26,7 +25,8 @@ from bridge.checkpoint.write.report import clamped_facts
 from bridge.checkpoint.write.writer import CheckpointWriter
 from bridge.conversion.checkpoints.checkpoint_plan import CheckpointPlan
 from bridge.conversion.checkpoints.cluster_layers import Cluster, Request
-from bridge.conversion.checkpoints.layer_plan import AS_FLOATS, ROUNDED
+from bridge.conversion.checkpoints.layer_plan import AS_FLOATS
+from bridge.conversion.checkpoints.repack_notes import notes_on_layers, notes_on_left_out_scales
 from bridge.conversion.checkpoints.write_layers import Exported, ExportedTensor, calibrated, write_layers
 from bridge.conversion.paths import files_of
 from bridge.errors import BridgeError, parameter, refused
@@ -150,8 +150,8 @@ def repack(
                 groups = {module: layer.groups for module, layer in plan.layers.items()}
                 modules = {name.removesuffix(".weight") for name in floats.tensors}
                 check_for_host(groups, modules - groups.keys(), written.name, host)
-            notes += [*plan.notes(), *_lost_act_order(ckpt, plan, host)]
-        notes += _left_out_scales(ckpt, plan)
+            notes += [*plan.notes(), *notes_on_layers(ckpt, plan, host)]
+        notes += notes_on_left_out_scales(ckpt, plan)
         with CheckpointWriter(
             floats, path, format if plan else None,
             {module: layer.groups for module, layer in plan.layers.items()} if plan else {},
@@ -168,33 +168,6 @@ def repack(
         done.outputs, compiling.clock() - started, done.format, done.nbytes, [*reports.values()], str(source),
         done.left_out, done.raised, compile_seconds=compiled, notes=notes, home=home,
     )  # fmt: skip
-
-
-def _left_out_scales(ckpt: Checkpoint, plan: CheckpointPlan | None) -> list[str]:
-    """A note on the scales of activations and of the key-value cache that the new checkpoint lacks."""
-    kept = {f"{module}.input_scale" for module, layer in plan.layers.items() if layer.groups.static} if plan else set()
-    owned = ckpt.reader.owned() if ckpt.reader else set()
-    lost = Counter(
-        name.rpartition(".")[2] for name in ckpt.store.tensors if scales_activations(name) and name not in owned | kept
-    )
-    parts = ", ".join(f"{count} {part}" for part, count in sorted(lost.items()))
-    return [f"scales of activations and of the key-value cache are left out: {parts}"] if parts else []
-
-
-def _lost_act_order(ckpt: Checkpoint, plan: CheckpointPlan, host: str | None) -> list[str]:
-    """A note on layers that are rounded, or floats, because the new checkpoint has no act-order."""
-    if plan.written.act_order:
-        return []
-    kept = {module for module, layer in plan.layers.items() if layer.how != ROUNDED}
-    lost = sum(ckpt.group_order(module) is not None for module in plan.sources.keys() & ckpt.modules.keys() - kept)
-    name = plan.written.name
-    if not FORMATS[name].act_order:
-        why = f"{name} does not hold"
-    elif host is not None:
-        why = f"{host} does not read in {name}"
-    else:
-        why = f"{parameter('host', 'sglang')} keeps, the only program that reads it in {name}"
-    return [f"{lost} layers have act-order, which {why}"] if lost else []
 
 
 def _no_layers(ckpt: Checkpoint, written: WrittenFormat, roundable: bool) -> BridgeError:
