@@ -74,5 +74,5 @@ def test_what_cannot_be_calibrated_is_said(model: Path, tokens: Path, tmp_path: 
     refused("method='awq': changes norms too", method="awq")
     refused("blocks=.*: all blocks are calibrated in one run", blocks=(1, 2), feed="float")
     refused("act_order='free': awq has no column permutation", act_order="free")
-    refused("mlx holds the codes of all its layers; export it without calibrate", "mlx", None)
+    refused("mlx holds the codes of all its layers; leave out calibrate", "mlx", None)
     refused("calibrate: floats are not rounded; choose another format", "floats", None)

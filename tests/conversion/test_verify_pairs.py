@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import shutil
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,8 @@ import pytest
 from safetensors.numpy import save_file
 
 import bridge
+from bridge.conversion.planning.checkpoint_outline import outline_of
+from bridge.conversion.planning.part_reader import PartReader
 from bridge.conversion.writing.report import CARRIED, FLOAT, REQUANTIZED, Report, TensorReport
 from bridge.conversion.writing.tensor_rows import PartRows
 from bridge.conversion.writing.verify import failures
@@ -175,6 +178,21 @@ def test_act_order_is_compared_with_the_same_rows_in_order(floats, tmp_path):
     for gguf in ("ordered.gguf", "floats.gguf"):
         report = bridge.verify(tmp_path / "ordered", tmp_path / gguf)
         assert max(t.fidelity.nmse for t in report.tensors if t.fidelity) < 0.02
+
+
+def test_a_layer_is_not_kept_once_it_has_been_compared(gptq):
+    """Not until Python collects cycles, which it does by the number of objects, however large they are."""
+    with bridge.open_checkpoint(gptq) as ckpt:
+        tensor = next(t for t in outline_of(ckpt, "default").tensors if t.source == f"{DOWN}.weight")
+        gc.disable()
+        try:
+            rows = PartRows(PartReader(ckpt), tensor)
+            rows.values(0, 1)
+            kept = weakref.ref(rows)
+            del rows
+            assert kept() is None
+        finally:
+            gc.enable()
 
 
 def test_a_repacked_checkpoint_whose_act_order_was_undone_has_the_same_rows_in_order(floats, tmp_path):

@@ -6,7 +6,7 @@ checkpoints, see `family_names`. All other tensors are as they are stored.
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property, lru_cache, partial
 from typing import Any
@@ -41,6 +41,8 @@ class CheckpointSource:
              and others keep theirs, but BF16 becomes F16 in a format that has no other
     names    what its family tells: where the act-order of a layer is undone by permuting its columns, and rows of
              others; and tensors that are put together of layers
+
+    Its attribute `rows` is the new orders of rows, by module.
     """
 
     def __init__(self, ckpt: Checkpoint, written: WrittenFormat | None, dtype: str | None, names: FamilyNames) -> None:
@@ -49,7 +51,8 @@ class CheckpointSource:
         self.config: dict[str, Any] = {key: value for key, value in ckpt.config.items() if key not in _LABELS}
         self.files = [*ckpt.files, *(folder / name for folder in (ckpt.home, ckpt.path) for name in QUANT_CONFIGS)]
         self._ckpt, self._written, self._dtype = ckpt, written, dtype
-        self._rows, self._columns = _permutations(ckpt, names.folds)
+        self._folds = names.folds
+        self.rows, self._columns = _permutations(ckpt, names.folds)
         self.notes, self.stacks = names.notes, len(names.assembled)
         self._module = lru_cache(2)(self._read_module)  # it is read for its plan, to be packed, and to be compared
         changed = dtype or (written and written.dtype)
@@ -77,6 +80,12 @@ class CheckpointSource:
     @property
     def store(self) -> "CheckpointSource":
         return self
+
+    def keep_order(self, consumers: Collection[str]) -> None:
+        """Permute no columns of these layers, and no rows of others for them."""
+        self._folds = [fold for fold in self._folds if fold.consumer not in consumers]
+        self.rows, self._columns = _permutations(self._ckpt, self._folds)
+        self._module.cache_clear()
 
     def layers(self) -> Iterator[Layer]:
         """The layers that may have codes in the new format, as they are in the order of their files."""
@@ -123,7 +132,7 @@ class CheckpointSource:
             values = self._assembled[name].floats(run)
         elif name in self._modules:
             values = self._module(self._modules[name]).dequantize(run)
-        elif dtype == self._ckpt.tensors[name].dtype and name.rpartition(".")[0] not in self._rows:
+        elif dtype == self._ckpt.tensors[name].dtype and name.rpartition(".")[0] not in self.rows:
             return self._ckpt.store.read(name, rows)
         else:
             values = self._floats(name, run)
@@ -133,7 +142,7 @@ class CheckpointSource:
 
     def _floats(self, name: str, rows: slice) -> np.ndarray:
         """float32 of a tensor that is no module's weight, or some of its rows."""
-        order = self._rows.get(name.rpartition(".")[0])
+        order = self.rows.get(name.rpartition(".")[0])
         if order is not None:
             return self._ckpt.read_float(name)[order][rows]
         if not self._ckpt.tensors[name].shape:
@@ -144,7 +153,7 @@ class CheckpointSource:
     def _float8(self, name: str) -> PackedTensor | None:
         """The bytes and scales of a matrix of 8-bit floats, with the scale of its activations if that has one."""
         module = name.removesuffix(".weight")
-        tensor = None if module in self._rows else self._ckpt.read_float8(name)
+        tensor = None if module in self.rows else self._ckpt.read_float8(name)
         return None if tensor is None else replace(tensor, input_scale=self._input_scales.get(module))
 
     @cached_property
@@ -164,7 +173,7 @@ class CheckpointSource:
         tensor = self._ckpt.read_module(module)
         if (order := self._columns.get(module)) is not None:
             tensor = tensor.take_columns(order)
-        return tensor if (order := self._rows.get(module)) is None else tensor.take_rows(order)
+        return tensor if (order := self.rows.get(module)) is None else tensor.take_rows(order)
 
     def _model_dtype(self) -> str:
         """Of the config, or of most of its floats."""

@@ -27,13 +27,17 @@ _PART = 1 << 28  # weights of a task
 
 @dataclass(frozen=True)
 class Request:
-    """What becomes of a checkpoint, as `repack` takes it."""
+    """What becomes of a checkpoint, as `repack` takes it.
+
+    kept  layers that are calibrated in the order of their columns, see `CheckpointSource.keep_order`
+    """
 
     format: str
     host: str | None
     bits: int | None
     dtype: str | None
     clamp: bool
+    kept: frozenset[str] = frozenset()
 
     @property
     def written(self) -> WrittenFormat | None:
@@ -43,7 +47,9 @@ class Request:
 
     def source(self, ckpt: Checkpoint) -> CheckpointSource:
         """The checkpoint as what is written from."""
-        return CheckpointSource(ckpt, self.written, self.dtype, names_of_family(ckpt, self.written))
+        source = CheckpointSource(ckpt, self.written, self.dtype, names_of_family(ckpt, self.written))
+        source.keep_order(self.kept)
+        return source
 
 
 @dataclass(frozen=True)

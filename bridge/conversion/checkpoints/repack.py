@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from bridge.checkpoint.write.report import clamped_facts
 from bridge.checkpoint.write.writer import CheckpointWriter
 from bridge.conversion.checkpoints.checkpoint_plan import CheckpointPlan
 from bridge.conversion.checkpoints.cluster_layers import Cluster, Request
-from bridge.conversion.checkpoints.layer_plan import AS_FLOATS
+from bridge.conversion.checkpoints.layer_plan import AS_FLOATS, ROUNDED
 from bridge.conversion.checkpoints.repack_notes import notes_on_layers, notes_on_left_out_scales
 from bridge.conversion.checkpoints.write_layers import Exported, ExportedTensor, calibrated, write_layers
 from bridge.conversion.paths import files_of
@@ -144,6 +144,10 @@ def repack(
             if not plan.layers:
                 raise _no_layers(ckpt, written, bool(written.bits and bits is None and plan.sources))
             if calibrate is not None:
+                kept = frozenset(module for module, layer in plan.layers.items() if layer.how == ROUNDED)
+                floats.keep_order(kept)
+                if workers is not None:
+                    workers = replace(workers, request=replace(request, kept=kept))
                 stored, more = calibrated(ckpt, path, plan, calibrate, force)
                 notes += more
             if host is not None:
@@ -158,7 +162,8 @@ def repack(
             stacks=plan.stacks if plan else {}, clamp=clamp or stored is not None, force=force, progress=progress,
         ) as writer:  # fmt: skip
             if plan is not None:
-                reports |= {report.name: report for report in write_layers(writer.layers, plan, stored, workers)}
+                written_layers = write_layers(writer.layers, plan, stored, workers, rows=floats.rows)
+                reports |= {report.name: report for report in written_layers}
             done = writer.finish()
         home = ckpt.home
     if stored is not None:

@@ -9,6 +9,8 @@ from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
+
 from bridge.checkpoint import Checkpoint
 from bridge.checkpoint.formats.written import Groups
 from bridge.checkpoint.write.block_words import ReusedArrays
@@ -108,16 +110,22 @@ def calibrated(
 
 
 def write_layers(
-    writer: LayerWriter, plan: CheckpointPlan, stored: LayerStore | None, workers: Workers | None = None
-) -> list[ExportedTensor]:
+    writer: LayerWriter, plan: CheckpointPlan, stored: LayerStore | None, workers: Workers | None = None, *,
+    rows: Mapping[str, np.ndarray] | None = None,
+) -> list[ExportedTensor]:  # fmt: skip
     """Write all layers of a plan, those that were `calibrated` from where they are stored, the others on `workers` if
-    there are some."""
+    there are some.
+
+    rows  the new orders of rows, by module, of layers that were calibrated in the old ones
+    """
     layers = [(plan.sources[module], layer_plan) for module, layer_plan in plan.layers.items()]
     finished = stored.layers if stored is not None else {}
     reports = []
     for layer, layer_plan in layers:
         if layer.module in finished:
             codes = finished[layer.module].tensor()
+            if rows and layer.module in rows:
+                codes = codes.take_rows(rows[layer.module])
             writer.add(codes)
             errors = layer.squared_errors(layer_plan, codes, (slice(0, codes.shape[0]),))
             reports.append(_report(layer, layer_plan, *errors))
