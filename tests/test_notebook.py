@@ -92,7 +92,7 @@ def test_cells_show_short_values_and_one_line_of_progress(notebook, tmp_path):
             "list(batch); reply": r"Generation\('.*', 3 tokens, length\)",
             "batch.close(); batch": r"Batch\(.*\)",
             'bridge.export("m.gguf", "floats")': r"Exported\('floats', floats, 7.3 MB\)",
-            'bridge.repack(CHECKPOINT, "v2", "gptq_v2")': r"Repacked\('v2', gptq_v2, 2.7 MB\)",
+            'bridge.repack(CHECKPOINT, "v2", "gptq_v2")': r"Rewritten\('v2', gptq_v2, 2.7 MB\)",
             "bridge.Budget(bpw=4)": r"Budget\(.*bpw=4.*\)",
             'bridge.Calibration(text="a.txt")': r"Calibration\(text='a.txt', .*\)",
             "model.close(); model": r"Model\('m.gguf', .*\)",

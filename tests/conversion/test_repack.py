@@ -23,6 +23,9 @@ from tests.conftest import CHECKPOINT, checkpoint_names
 from tests.models.test_converter import GOLDENS
 from tests.models.test_converter import write_checkpoint as write_golden
 from tests.support.encode import awq_tensors, gptq_tensors, load_floats, quantize, write_awq, write_folder, write_gptq
+from tests.support.encode_compressed import config as ct_config
+from tests.support.encode_compressed import packed_tensors
+from tests.support.encode_compressed import scheme as ct_scheme
 
 DOWN, GATE, UP = (f"model.layers.0.mlp.{part}_proj" for part in ("down", "gate", "up"))
 LABEL = {"quant_method": "gptq", "bits": 4, "group_size": 64, "checkpoint_format": "gptq_v2"}
@@ -367,6 +370,15 @@ def test_what_cannot_be_done_is_said_with_the_way_out(tmp_path, options, message
     with pytest.raises(BridgeError, match=message):
         bridge.repack(one_layer(tmp_path / "source", 8, "gptq"), tmp_path / "new", **options)
     assert not (tmp_path / "new").exists()
+
+
+def test_bits_are_offered_only_where_layers_can_be_rounded_to_them(tmp_path):
+    """33 rows are in no words of AWQ."""
+    q = quantize(np.random.default_rng(0).normal(0, 0.05, (33, 256)).astype(np.float32), 8, 64, True)
+    said = {"quant_method": "compressed-tensors", **ct_config(ct_scheme(8, "group", 64))}
+    source = write_folder(tmp_path / "source", packed_tensors(DOWN, q, 8), said)
+    with pytest.raises(BridgeError, match=r"has no layer that awq holds; choose format='floats'$"):
+        bridge.repack(source, tmp_path / "new", "awq")
 
 
 def test_a_float_model_is_quantizes(tmp_path, small_model):

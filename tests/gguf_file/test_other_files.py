@@ -39,7 +39,7 @@ CONTENTS = {
 def test_every_command_says_what_a_file_is(tmp_path, capsys, said, name, command):
     file = tmp_path / name
     file.write_bytes(CONTENTS[said])
-    if name == "model.bin" and "GGML" not in said and command in ("inspect", "convert"):
+    if name == "model.bin" and "GGML" not in said and command in ("inspect", "convert", "verify"):
         said = said if "LFS" in said or "HTML" in said else "give the folder"
     text = tmp_path / "text.txt"
     text.write_text("a text")

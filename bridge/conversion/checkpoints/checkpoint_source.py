@@ -125,7 +125,7 @@ class CheckpointSource:
     def read(self, name: str, rows: tuple[int, int] | None = None) -> np.ndarray:
         """A tensor, or its rows start..stop, in the dtype of the new checkpoint.
 
-        Raises BridgeError if a value is not finite, or not in it.
+        Raises BridgeError if a value of a layer, or of a tensor that changes its dtype, is not finite or not in it.
         """
         dtype, run = self.tensors[name].dtype, slice(*(rows or (None,)))
         if name in self._assembled:

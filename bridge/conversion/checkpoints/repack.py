@@ -120,7 +120,8 @@ def repack(
     if calibrate is not None and written is None:
         raise refused("calibrate", None, f"floats are not rounded; choose another {parameter('format')}")
     if clamp and (format == "floats" or (written is not None and written.holds_zero)):
-        raise BridgeError(f"{format} holds every zero point; leave out {parameter('clamp', True)}, which is for v1")
+        why = "has none of 0" if written and written.zeros == "middle" else "holds every zero point"
+        raise BridgeError(f"{format} {why}; leave out {parameter('clamp', True)}, which is for v1")
     with open_by_name(source, config) as ckpt:
         if ckpt.reader is None:
             raise BridgeError(f"{ckpt.path}: is not quantized; `quantize` with {parameter('format')} does that")
@@ -142,7 +143,8 @@ def repack(
             plan = CheckpointPlan(layers, plans, written, bits, model_type, floats.stacks, joins=joins)
             floats.config = written.config(floats.config)
             if not plan.layers:
-                raise _no_layers(ckpt, written, bool(written.bits and bits is None and plan.sources))
+                widest = None if bits else next(reversed(written.bits), None)
+                raise _no_layers(ckpt, written, widest if any(layer.plan(widest) for layer in layers) else None)
             if calibrate is not None:
                 kept = frozenset(module for module, layer in plan.layers.items() if layer.how == ROUNDED)
                 floats.keep_order(kept)
@@ -175,7 +177,8 @@ def repack(
     )  # fmt: skip
 
 
-def _no_layers(ckpt: Checkpoint, written: WrittenFormat, roundable: bool) -> BridgeError:
-    widest = f", or {parameter('bits', written.bits[-1])}, which rounds them" if roundable else ""
+def _no_layers(ckpt: Checkpoint, written: WrittenFormat, widest: int | None) -> BridgeError:
+    """`widest`: bits that layers can be rounded to."""
+    rounds = f", or {parameter('bits', widest)}, which rounds them" if widest else ""
     floats = parameter("format", "floats")
-    return BridgeError(f"{ckpt.path}: has no layer that {written.name} holds; choose {floats}{widest}")
+    return BridgeError(f"{ckpt.path}: has no layer that {written.name} holds; choose {floats}{rounds}")
