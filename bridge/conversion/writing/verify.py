@@ -41,8 +41,8 @@ from bridge.system.text import percent
 
 @checked
 def verify(
-    gguf_path: str | Path,
-    checkpoint: str | Path,
+    model: str | Path,
+    reference: str | Path,
     *,
     config: str | Path | None = None,
     template: str | Path | None = None,
@@ -59,8 +59,8 @@ def verify(
 ) -> Report:
     """Compare every tensor of a GGUF or a checkpoint with that of another one, the reference.
 
-    gguf_path   what is measured: a GGUF (its first shard, if split), a checkpoint of any format, or a Hub id
-    checkpoint  the reference: what the other was made from, or any checkpoint or GGUF of the same model
+    model       what is measured: a GGUF (its first shard, if split), a checkpoint of any format, or a Hub id
+    reference   what the other was made from, or any checkpoint or GGUF of the same model
     config      as for `convert`, for a checkpoint without config.json and tokenizer
     template    the one that the GGUF was made with, if it was
     mtp_text    a text file on which the layer of a GGUF that predicts a token further (MTP) is tried; a note says how
@@ -81,43 +81,43 @@ def verify(
     started = time.perf_counter()
     content = None if text is None else read_text(Path(text))
     with ExitStack() as stack:
-        measured = _opened(gguf_path, config, template is None, stack)
+        measured = _opened(model, config, template is None, stack)
         is_gguf = isinstance(measured, StoredModel)
         for name, value in (("mtp_text", mtp_text), ("mmproj", mmproj)):
             if value is not None and not is_gguf:
-                raise refused(name, value, f"is for a GGUF, and {gguf_path} is a checkpoint; leave it out")
+                raise refused(name, value, f"is for a GGUF, and {model} is a checkpoint; leave it out")
         notes = []
         if mtp_text is not None:
             from bridge.conversion.writing.predictions import tried_prediction
 
             notes.append(tried_prediction(measured.files[0], Path(mtp_text)))
-        of_reference = config if is_gguf or kind_of(checkpoint, config) != "gguf" else None
-        reference = stack.enter_context(open_source(checkpoint, of_reference, needs_config=template is None))
+        of_reference = config if is_gguf or kind_of(reference, config) != "gguf" else None
+        original = stack.enter_context(open_source(reference, of_reference, needs_config=template is None))
         if save_as is not None:
-            protected = with_checkpoint(ProtectedPaths().with_files([*measured.files, *files_of(template)]), reference)
+            protected = with_checkpoint(ProtectedPaths().with_files([*measured.files, *files_of(template)]), original)
             if not isinstance(measured, StoredModel):
                 protected = with_checkpoint(protected, measured)
             check_report(save_as, protected)
         pairs = [
-            in_both(each, str(checkpoint), allow_missing)
-            for each in _counterparts(measured, reference, template, target_model, mmproj)
+            in_both(each, str(reference), allow_missing)
+            for each in _counterparts(measured, original, template, target_model, mmproj)
         ]
         notes += [note for each in pairs for note in each.notes]
         predictions = None
         if content is not None:
             from bridge.conversion.writing.predictions import divergence
 
-            model = measured.files[0] if isinstance(measured, StoredModel) else measured
+            predictor = measured.files[0] if isinstance(measured, StoredModel) else measured
             predictions = divergence(
-                model, reference, content, window, n_windows, template, target_model, text_progress
+                predictor, original, content, window, n_windows, template, target_model, text_progress
             )  # fmt: skip
-        reports = _compared(reference, str(checkpoint), pairs, progress)
+        reports = _compared(original, str(reference), pairs, progress)
     notes += [note for t in reports for note in t.notes]
     files = [file for each in pairs for file in each.measured.files]
     seconds = time.perf_counter() - started
     return Report(
-        files, seconds, str(checkpoint), reference.format, reports, reference.nbytes, pairs[0].measured.format,
-        predictions, done="read", notes=notes, home=reference.home,
+        files, seconds, str(reference), original.format, reports, original.nbytes, pairs[0].measured.format,
+        predictions, done="read", notes=notes, home=original.home,
     )  # fmt: skip
 
 
