@@ -44,9 +44,13 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], dict[str, Any], list[str]]] = {
     "plan_checkpoint": (plan_checkpoint, {"checkpoint": NOWHERE}, ["checkpoint", "out", "progress"]),
     "verify": (
         bridge.verify,
-        {"gguf_path": NOWHERE, "checkpoint": NOWHERE},
-        ["gguf_path", "checkpoint", "config", "template", "progress", "save_as"],
+        {"model": NOWHERE, "reference": NOWHERE},
+        [
+            *("model", "reference", "config", "template", "mtp_text", "mmproj", "target_model", "allow_missing"),
+            *("text", "window", "n_windows", "progress", "text_progress", "save_as"),
+        ],
     ),
+    "check_weights": (bridge.check_weights, {"path": NOWHERE}, ["path", "config", "progress"]),
     "convert_lora": (
         bridge.convert_lora,
         {"adapter": NOWHERE, "out": NOWHERE, "base": NOWHERE},
