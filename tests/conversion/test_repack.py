@@ -212,6 +212,19 @@ def test_bits_are_a_limit_above_which_layers_are_rounded(tmp_path, format):
     assert layer.how in ("exact", "all codes")
 
 
+@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("format", ["gptq", "gptq_v2"])
+def test_weights_of_one_sign_are_read_back_as_they_were_written(tmp_path, format, bits):
+    """Their zero points are far from the codes' mean, by which labels of other programs are checked."""
+    weight = np.abs(np.random.default_rng(0).normal(0, 0.05, (256, 512))).astype(np.float32)
+    q = quantize(weight, 8, 64, False)
+    q.zeros[:] = 1
+    write_folder(tmp_path / "source", gptq_tensors(DOWN, q, 8, "gptq_v2"), {**LABEL, "bits": 8})
+    [layer] = repack(tmp_path / "source", tmp_path / "new", format, bits=bits).tensors
+    before, after = (contents(folder)[DOWN].dequantize() for folder in (tmp_path / "source", tmp_path / "new"))  # type: ignore[union-attr]
+    assert layer.nmse == pytest.approx(np.square(after - before).sum() / np.square(before).sum(), rel=1e-3)
+
+
 def test_layers_that_would_be_rounded_are_calibrated_with_a_text(tmp_path, small_model):
     write_gptq(tmp_path / "source", small_model, 8, 64, checkpoint_format="gptq_v2")
     tokens = np.random.default_rng(0).integers(0, 256, 512)

@@ -140,7 +140,8 @@ class GptqReader(Reader):
         return self.modules[name].tensors["scales"].shape[0]
 
     def _choices(self, bits: int) -> list[Dialect]:
-        return dialects(bits, self.quant.bits, self.quant.checkpoint_format, self.quant.gptqmodel)
+        choices = dialects(bits, self.quant.bits, self.quant.checkpoint_format, self.quant.gptqmodel)
+        return choices[:1] if self.quant.packed_here else choices
 
     def dialect(self, name: str, words: np.ndarray, notes: list[str]) -> Dialect:
         """How a module's qzeros are stored, as far as the data shows it; see `zeros`.

@@ -114,12 +114,17 @@ class QuantConfig:
         return bool(self.raw)
 
     @property
+    def packed_here(self) -> bool:
+        """Whether this program wrote the zero points, as the label says."""
+        return any(writer.startswith("gguf-bridge:") for writer in self.packer)
+
+    @property
     def gptqmodel(self) -> tuple[int, ...] | None:
         """GPTQModel's version as numbers, or None if another program wrote the checkpoint.
 
         For a checkpoint that `repack` has rewritten, it is the first version that writes zero points alike.
         """
-        if any(writer.startswith("gguf-bridge:") for writer in self.packer):
+        if self.packed_here:
             return OWN_BITS_SINCE
         for writer in self.quantizer:
             name, _, version = writer.partition(":")
