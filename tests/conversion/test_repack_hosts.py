@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -58,6 +59,9 @@ def test_a_format_that_a_program_does_not_read_is_refused_with_those_that_it_rea
 def test_every_program_reads_floats(host, source, tmp_path):
     done = bridge.repack(source(), tmp_path / "out", "floats", host=host)
     assert {t.how for t in done.tensors} == {"floats"}
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config["rope_parameters"]["rope_theta"] == 10000.0
+    assert config.get("rope_theta") == (10000.0 if host == "mlx" else None)  # mlx-lm reads no rope_parameters
 
 
 @pytest.mark.parametrize(

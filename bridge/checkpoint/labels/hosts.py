@@ -4,10 +4,11 @@ Names, and the labels of what is not quantized, need no choice: they fit all of 
 narrows the format, and layers are planned as for one that cannot hold it.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from bridge.checkpoint.formats.mlx_models import mlx_config
 from bridge.checkpoint.formats.written import Groups, WrittenFormat
 from bridge.checkpoint.tensor_names import expert_of, part_of_block
 from bridge.errors import BridgeError, parameter, refused
@@ -33,10 +34,12 @@ class Host:
 
     formats  those that it reads beside floats
     joins    it makes one layer of several, such as q, k and v, which must then be quantized alike
+    config   config.json of floats as it needs it
     """
 
     formats: Mapping[str, Reading]
     joins: bool = False
+    config: Callable[[dict[str, Any]], dict[str, Any]] = dict
 
 
 _NO_ACT_ORDER: Mapping[str, Any] = {"act_order": False, "order_part": ""}
@@ -58,7 +61,7 @@ HOSTS = {
         "compressed-tensors": Reading(), "awq": Reading(), "gptq": _SGLANG_GPTQ, "gptq_v2": _SGLANG_GPTQ,
         "modelopt": Reading(), "fp8": Reading(),
     }, joins=True),
-    "mlx": Host({"mlx": Reading()}),
+    "mlx": Host({"mlx": Reading()}, config=mlx_config),
 }  # fmt: skip
 
 _DROPPED = {"compressed-tensors": _NO_ACT_ORDER}  # what only older programs read, and SGLang

@@ -136,6 +136,8 @@ def repack(
         notes = [*(note for note in ckpt.notes if note not in ckpt.on_activations), *floats.notes]
         stored, plan = None, None
         workers = None if cluster is None else Cluster(cluster, ckpt.path, ckpt.home, request)
+        if written is None and host is not None:
+            floats.config = HOSTS[host].config(floats.config)
         if written is not None:
             model_type, joins = str(ckpt.config.get("model_type")), host is not None and HOSTS[host].joins
             layers = [*floats.layers()]
