@@ -55,8 +55,8 @@ def mlx_config(config: dict[str, Any]) -> dict[str, Any]:
             older["partial_rotary_factor"] = rules["partial_rotary_factor"]
     if config.get("num_local_experts"):
         older["num_experts"] = config["num_local_experts"]
-    made = {**older, **config}
+    with_older = {**older, **config}
     if isinstance(text := config.get("text_config"), dict):
         tied = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
-        made["text_config"] = {**tied, **mlx_config(text)}
-    return made
+        with_older["text_config"] = {**tied, **mlx_config(text)}
+    return with_older

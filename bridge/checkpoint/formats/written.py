@@ -99,9 +99,9 @@ class QuantizedLayers:
 
     def with_joined(self) -> "QuantizedLayers":
         """These and the layers that vLLM and SGLang make of several that are quantized alike, or all floats."""
-        whole = joined({**self.groups, **dict.fromkeys(self.floats)})
-        groups = {name: groups for name, groups in whole.items() if groups is not None}
-        floats = [name for name, groups in whole.items() if groups is None]
+        of_joined = joined({**self.groups, **dict.fromkeys(self.floats)})
+        groups = {name: groups for name, groups in of_joined.items() if groups is not None}
+        floats = [name for name, groups in of_joined.items() if groups is None]
         return replace(self, groups={**groups, **self.groups}, floats=[*self.floats, *floats])
 
     @property

@@ -260,11 +260,11 @@ def _activations(groups: Groups) -> dict[str, Any]:
 
 def _alike(layers: QuantizedLayers) -> set[str]:
     """The experts of a layer, by `ExpertName.pattern`, of which all have the same groups, or none."""
-    found: dict[str, set[Groups | None]] = {}
+    groups_of_pattern: dict[str, set[Groups | None]] = {}
     for name, groups in {**layers.groups, **dict.fromkeys(layers.floats)}.items():
         if (expert := expert_of(name)) is not None:
-            found.setdefault(expert.pattern, set()).add(groups)
-    return {pattern for pattern, groups in found.items() if len(groups) == 1}
+            groups_of_pattern.setdefault(expert.pattern, set()).add(groups)
+    return {pattern for pattern, groups in groups_of_pattern.items() if len(groups) == 1}
 
 
 def _targets(names: Iterable[str], parts: bool, alike: set[str]) -> list[str]:

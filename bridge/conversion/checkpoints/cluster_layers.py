@@ -29,7 +29,7 @@ _PART = 1 << 28  # weights of a task
 class Request:
     """What becomes of a checkpoint, as `repack` takes it.
 
-    kept  layers that are calibrated in the order of their columns, see `CheckpointSource.keep_order`
+    in_order  layers that are calibrated in the order of their columns, see `CheckpointSource.keep_order`
     """
 
     format: str
@@ -37,7 +37,7 @@ class Request:
     bits: int | None
     dtype: str | None
     clamp: bool
-    kept: frozenset[str] = frozenset()
+    in_order: frozenset[str] = frozenset()
 
     @property
     def written(self) -> WrittenFormat | None:
@@ -48,7 +48,7 @@ class Request:
     def source(self, ckpt: Checkpoint) -> CheckpointSource:
         """The checkpoint as what is written from."""
         source = CheckpointSource(ckpt, self.written, self.dtype, names_of_family(ckpt, self.written))
-        source.keep_order(self.kept)
+        source.keep_order(self.in_order)
         return source
 
 

@@ -111,8 +111,8 @@ class CodedLayer(Layer):
         codes = tensor.codes
         if shifts.any():
             codes = codes - shifts.astype(np.int16)[:, tensor.groups()]
-        whole = np.array_equal(shifts, np.rint(shifts))
-        return whole and np.array_equal(tensor.scales, source.scales) and np.array_equal(codes, source.codes)
+        whole_steps = np.array_equal(shifts, np.rint(shifts))
+        return whole_steps and np.array_equal(tensor.scales, source.scales) and np.array_equal(codes, source.codes)
 
     def _values(self, tensor: GroupedTensor, rows: slice) -> np.ndarray:
         if self.written.zeros != "products":

@@ -148,10 +148,10 @@ def repack(
                 widest = None if bits else next(reversed(written.bits), None)
                 raise _no_layers(ckpt, written, widest if any(layer.plan(widest) for layer in layers) else None)
             if calibrate is not None:
-                kept = frozenset(module for module, layer in plan.layers.items() if layer.how == ROUNDED)
-                floats.keep_order(kept)
+                in_order = frozenset(module for module, layer in plan.layers.items() if layer.how == ROUNDED)
+                floats.keep_order(in_order)
                 if workers is not None:
-                    workers = replace(workers, request=replace(request, kept=kept))
+                    workers = replace(workers, request=replace(request, in_order=in_order))
                 stored, more = calibrated(ckpt, path, plan, calibrate, force)
                 notes += more
             if host is not None:

@@ -47,8 +47,8 @@ def _lost_act_order(ckpt: Checkpoint, plan: CheckpointPlan, host: str | None) ->
     """A note on layers that are rounded, or floats, because the new checkpoint has no act-order."""
     if plan.written.act_order:
         return []
-    kept = {module for module, layer in plan.layers.items() if layer.how != ROUNDED}
-    lost = sum(ckpt.group_order(module) is not None for module in plan.sources.keys() & ckpt.modules.keys() - kept)
+    carried = {module for module, layer in plan.layers.items() if layer.how != ROUNDED}
+    lost = sum(ckpt.group_order(module) is not None for module in plan.sources.keys() & ckpt.modules.keys() - carried)
     name = plan.written.name
     if not FORMATS[name].act_order:
         why = f"{name} does not hold"
@@ -61,10 +61,14 @@ def _lost_act_order(ckpt: Checkpoint, plan: CheckpointPlan, host: str | None) ->
 
 def notes_on_left_out_scales(ckpt: Checkpoint, plan: CheckpointPlan | None) -> list[str]:
     """A note on the scales of activations and of the key-value cache that the new checkpoint lacks."""
-    kept = {f"{module}.input_scale" for module, layer in plan.layers.items() if layer.groups.static} if plan else set()
+    stored = (
+        {f"{module}.input_scale" for module, layer in plan.layers.items() if layer.groups.static} if plan else set()
+    )
     owned = ckpt.reader.owned() if ckpt.reader else set()
     lost = Counter(
-        name.rpartition(".")[2] for name in ckpt.store.tensors if scales_activations(name) and name not in owned | kept
+        name.rpartition(".")[2]
+        for name in ckpt.store.tensors
+        if scales_activations(name) and name not in owned | stored
     )
     parts = ", ".join(f"{count} {part}" for part, count in sorted(lost.items()))
     return [f"scales of activations and of the key-value cache are left out: {parts}"] if parts else []
