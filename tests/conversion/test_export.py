@@ -142,7 +142,8 @@ def test_a_layer_whose_first_rows_alone_are_plain_is_written_as_its_rows_are(tmp
     tensor = read_gguf(path).tensors["blk.0.ffn_down.weight"]
     data = bytearray(path.read_bytes())
     at = tensor.start + tensor.raw.size - TYPES["Q8_0"].nbytes
-    data[at : at + 2] = np.float16(1000).tobytes()  # 128 times it is infinite
+    codes = np.frombuffer(bytes(data[at + 2 : at + 34]), np.int8)
+    data[at : at + 34] = np.float16(600).tobytes() + np.clip(codes, -90, 90).tobytes()  # 128 times it is infinite
     (tmp_path / "odd.gguf").write_bytes(data)
     before, found = sorted(tmp_path.iterdir()), {}
     for name in ("native", "odd"):
@@ -152,6 +153,18 @@ def test_a_layer_whose_first_rows_alone_are_plain_is_written_as_its_rows_are(tmp
     changed = {name for name, how in found["odd"].items() if how != found["native"][name]}
     assert changed == {"model.layers.0.mlp.down_proj.weight"}
     assert sorted(tmp_path.iterdir()) == sorted([*before, tmp_path / "native", tmp_path / "odd"])
+
+
+def test_weights_that_no_half_holds_are_refused_where_a_format_has_halves_alone(tmp_path: Path) -> None:
+    path = native("Q8_0", tmp_path)
+    tensor = read_gguf(path).tensors["blk.0.ffn_down.weight"]
+    data = bytearray(path.read_bytes())
+    at = tensor.start + tensor.raw.size - TYPES["Q8_0"].nbytes
+    data[at : at + 34] = np.float16(1000).tobytes() + bytes([100, 156] * 16)  # 100 and -100 times 1000
+    path.write_bytes(data)
+    with pytest.raises(BridgeError, match=r"down_proj.weight: has values above 65504, the largest of F16"):
+        bridge.export(path, tmp_path / "new", "mlx", config=CHECKPOINT)
+    assert not (tmp_path / "new").exists()
 
 
 def damaged(folder: Path, type: str, bits: int, at: int) -> Path:

@@ -188,9 +188,9 @@ def test_a_layer_is_not_kept_once_it_has_been_compared(gptq):
         try:
             rows = PartRows(PartReader(ckpt), tensor)
             rows.values(0, 1)
-            kept = weakref.ref(rows)
+            reference = weakref.ref(rows)
             del rows
-            assert kept() is None
+            assert reference() is None
         finally:
             gc.enable()
 
@@ -349,16 +349,6 @@ def test_what_is_for_a_gguf_is_refused_for_a_checkpoint(gptq, tmp_path):
     for name in ("mtp_text", "mmproj"):
         with pytest.raises(BridgeError, match=f"{name}.*: is for a GGUF, and .*gptq is a checkpoint; leave it out"):
             bridge.verify(gptq, gptq, **{name: tmp_path / "t.txt"})  # type: ignore[arg-type]
-
-
-def test_layers_that_were_compared_are_not_left_to_the_garbage_collector(gptq):
-    gc.collect()
-    gc.disable()
-    try:
-        bridge.verify(gptq, gptq)
-        assert [rows for rows in gc.get_objects() if isinstance(rows, PartRows)] == []
-    finally:
-        gc.enable()
 
 
 def test_progress_counts_the_bytes_of_both(gptq, floats):

@@ -56,15 +56,16 @@ class PartRows:
         self.vector = len(tensor.shape) == 1
         self.rows = math.prod(tensor.shape if self.vector else tensor.shape[:-1])
         self.type = "+".join(sorted({*map(self._stored_as, tensor.parts)})) or tensor.fixed_type or "F32"
-        self._last: tuple[Part, CodedTensor] | None = None
-        self._chunks: Iterator[np.ndarray] = iter(())
-        self._held, self._first = self._none(), self.rows  # rows that were read beyond those that were asked for
+        self._layer = _LayerOf(reader)
+        self._chunks = _chunks_of(tensor, self._layer)
+        self._held, self._first = self._none(), 0  # rows that were read beyond those that were asked for
 
     def values(self, start: int, stop: int | None) -> np.ndarray:
         """float32 rows, or values of a vector."""
         stop = self.rows if stop is None else stop
         if start < self._first:
-            self._chunks, self._held, self._first = self._all(), self._none(), 0
+            self._chunks = _chunks_of(self._tensor, self._layer)
+            self._held, self._first = self._none(), 0
         pieces, end = [self._held], self._first + len(self._held)
         while end < stop:
             if end <= start:
@@ -74,8 +75,6 @@ class PartRows:
         rows = np.concatenate(pieces)
         taken = rows[start - self._first : stop - self._first]
         self._held, self._first = rows[stop - self._first :], stop
-        if stop == self.rows:
-            self._chunks = iter(())  # one that waits for its last step holds this object, and so the layer, in a circle
         return taken
 
     def codes(self, start: int, stop: int) -> Iterator[tuple[slice, CodedTensor, slice]]:
@@ -85,35 +84,44 @@ class PartRows:
             last = first + part.shape[0]
             low, high = max(start, first), min(stop, last)
             if low < high and not self.vector and self._reader.coded(part):
-                yield slice(low - start, high - start), self._grouped(part), slice(low - first, high - first)
+                yield slice(low - start, high - start), self._layer(part), slice(low - first, high - first)
             first = last
 
     def _none(self) -> np.ndarray:
         """No rows."""
         return np.empty((0, *(() if self.vector else self.shape[-1:])), np.float32)
 
-    def _all(self) -> Iterator[np.ndarray]:
-        """All rows, in chunks."""
-        shape = (-1,) if self.vector else (-1, self.shape[-1])
-        if self._tensor.data is not None:
-            yield self._tensor.data.astype(np.float32).reshape(shape)
-        for part in self._tensor.parts:
-            if self._reader.coded(part):
-                t = self._grouped(part)
-                yield from (t.dequantize(rows).reshape(shape) for rows in chunks(*t.shape))
-            else:
-                yield from (x.reshape(shape) for x in self._reader.floats(part))
-
-    def _grouped(self, part: Part) -> CodedTensor:
-        if self._last is None or self._last[0] is not part:
-            self._last = None  # before the next one is read
-            self._last = part, self._reader.grouped(part)
-        return self._last[1]
-
     def _stored_as(self, part: Part) -> str:
         ckpt = self._reader.ckpt
         module = ckpt.modules.get(part.module)
         return ckpt.tensors[part.source].dtype if module is None else f"{module.bits} bits"
+
+
+class _LayerOf:
+    """Reads the layer of a part, and holds the last one."""
+
+    def __init__(self, reader: PartReader) -> None:
+        self.reader = reader
+        self._last: tuple[Part, CodedTensor] | None = None
+
+    def __call__(self, part: Part) -> CodedTensor:
+        if self._last is None or self._last[0] is not part:
+            self._last = None  # before the next one is read
+            self._last = part, self.reader.grouped(part)
+        return self._last[1]
+
+
+def _chunks_of(tensor: OutlineTensor, layer: _LayerOf) -> Iterator[np.ndarray]:
+    """All rows of a tensor. Nothing here refers to what has this iterator: no cycle keeps its layer in memory."""
+    shape = (-1,) if len(tensor.shape) == 1 else (-1, tensor.shape[-1])
+    if tensor.data is not None:
+        yield tensor.data.astype(np.float32).reshape(shape)
+    for part in tensor.parts:
+        if layer.reader.coded(part):
+            t = layer(part)
+            yield from (t.dequantize(rows).reshape(shape) for rows in chunks(*t.shape))
+        else:
+            yield from (x.reshape(shape) for x in layer.reader.floats(part))
 
 
 TensorRows = BlockRows | PartRows
