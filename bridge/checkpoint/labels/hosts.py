@@ -82,6 +82,12 @@ def for_host(written: WrittenFormat | None, host: str | None) -> WrittenFormat |
     return replace(written, **formats[written.name].changes)
 
 
+def programs_with_act_order(written: WrittenFormat) -> list[str]:
+    """The programs that read act-order in a format."""
+    reads = [name for name, host in HOSTS.items() if written.name in host.formats]
+    return [name for name in reads if (format := for_host(written, name)) is not None and format.act_order]
+
+
 def check_for_host(layers: Mapping[str, Groups], floats: Collection[str], format: str, host: str) -> None:
     """Raise BridgeError if the program does not read layers of these groups, beside these modules of floats."""
     reading, experts = HOSTS[host].formats[format], {module for module in (*layers, *floats) if expert_of(module)}

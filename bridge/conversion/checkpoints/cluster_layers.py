@@ -48,7 +48,8 @@ class Request:
     def source(self, ckpt: Checkpoint) -> CheckpointSource:
         """The checkpoint as what is written from."""
         source = CheckpointSource(ckpt, self.written, self.dtype, names_of_family(ckpt, self.written))
-        source.keep_order(self.in_order)
+        if self.in_order:
+            source.keep_order(self.in_order)
         return source
 
 

@@ -1,6 +1,6 @@
 """A layer of a quantized checkpoint, on its way to another format, see `codes_in_format`."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeGuard
 from zlib import crc32
@@ -40,9 +40,6 @@ class CodedLayer(Layer):
 
     tensor: Callable[[], CodedTensor]
 
-    def quantizable(self, bits: int | None) -> bool:
-        return True
-
     def floats(self, rows: slice) -> np.ndarray:
         return self.tensor().dequantize(rows)
 
@@ -77,9 +74,6 @@ class CodedLayer(Layer):
         """The codes as the format holds them; None where it does not."""
         integers = as_integers(tensor) if isinstance(tensor, Fp4Tensor) else tensor
         return in_format(integers, self.written, bits) if isinstance(integers, GroupedTensor) else None
-
-    def runs(self, plan: LayerPlan) -> Iterator[Rows]:
-        return iter([(slice(0, self.shape[0]),)])
 
     def codes(self, plan: LayerPlan, rows: Rows, arrays: ReusedArrays) -> Coded:
         tensor, groups = self.tensor(), plan.groups
@@ -122,9 +116,6 @@ class CodedLayer(Layer):
         zeros = np.divide(-products, scales, out=np.zeros_like(scales), where=scales != 0)
         return replace(tensor, codes=tensor.codes[rows], scales=scales, zeros=zeros).dequantize()
 
-    def _changes_scales(self) -> bool:
-        return True
-
 
 @dataclass(frozen=True)
 class FloatLayer(Layer):
@@ -136,9 +127,6 @@ class FloatLayer(Layer):
 
     read: Callable[[slice], np.ndarray]
     stored: Callable[[], PackedTensor | None]
-
-    def quantizable(self, bits: int | None) -> bool:
-        return True
 
     def floats(self, rows: slice) -> np.ndarray:
         return self.read(rows)
@@ -162,9 +150,6 @@ class FloatLayer(Layer):
     def _rounded_plan(self, bits: int | None) -> LayerPlan | None:
         return None if bits is None else super()._rounded_plan(bits)
 
-    def runs(self, plan: LayerPlan) -> Iterator[Rows]:
-        return iter([(slice(0, self.shape[0]),)])
-
     def codes(self, plan: LayerPlan, rows: Rows, arrays: ReusedArrays) -> Coded:
         if plan.packed:
             tensor = self._in_format()
@@ -172,6 +157,3 @@ class FloatLayer(Layer):
             return tensor
         size = plan.groups.group_size if plan.groups.group_size > 0 else self.shape[1]
         return in_groups_of(joined([*self._rounded_pieces(plan, *rows)]), size)
-
-    def _changes_scales(self) -> bool:
-        return True

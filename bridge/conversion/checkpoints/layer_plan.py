@@ -81,7 +81,7 @@ class Layer:
 
     def quantizable(self, bits: int | None) -> bool:
         """Whether it can have codes at all."""
-        raise NotImplementedError
+        return True
 
     def _coded_plan(self, known: tuple[int, ...], bits: int | None) -> LayerPlan | None:
         """Bits and groups where it keeps its codes; None where the format does not hold them in any of `known` bits."""
@@ -103,7 +103,7 @@ class Layer:
 
     def runs(self, plan: LayerPlan) -> Iterator[Rows]:
         """The rows that are packed at once, one run after another."""
-        raise NotImplementedError
+        return iter([(slice(0, self.shape[0]),)])
 
     def codes(self, plan: LayerPlan, rows: Rows, arrays: ReusedArrays) -> Coded:
         """Some rows, as they were planned."""
@@ -123,7 +123,7 @@ class Layer:
 
     def _changes_scales(self) -> bool:
         """Whether the format may round the scales or offsets of codes that it holds."""
-        raise NotImplementedError
+        return True
 
     def _rounded_plan(self, bits: int | None) -> LayerPlan | None:
         """Bits of a layer that is rounded to nearest; None where the format has too few, or groups of 32 do not fit."""

@@ -5,6 +5,7 @@ from collections import Counter
 from bridge.checkpoint import Checkpoint
 from bridge.checkpoint.formats.module_reader import scales_activations
 from bridge.checkpoint.formats.registry import FORMATS
+from bridge.checkpoint.labels.hosts import programs_with_act_order
 from bridge.checkpoint.tensor_names import expert_of
 from bridge.conversion.checkpoints.checkpoint_plan import CheckpointPlan
 from bridge.conversion.checkpoints.layer_plan import EXACT, ROUNDED
@@ -55,7 +56,8 @@ def _lost_act_order(ckpt: Checkpoint, plan: CheckpointPlan, host: str | None) ->
     elif host is not None:
         why = f"{host} does not read in {name}"
     else:
-        why = f"{parameter('host', 'sglang')} keeps, the only program that reads it in {name}"
+        [program] = programs_with_act_order(FORMATS[name])
+        why = f"{parameter('host', program)} keeps, the only program that reads it in {name}"
     return [f"{lost} layers have act-order, which {why}"] if lost else []
 
 

@@ -106,8 +106,8 @@ def _compare_blocks(reader: PartReader, tensor: OutlineTensor, measured: PartRow
             if t is not None:
                 equal += _equal_codes(t, slice(None), other, of_other)[0]
     kept, damaged = _kept_and_damaged(equal, weights)
-    own = sum(t.noise() for _, t, _ in measured.codes(0, measured.rows))
-    total = Fidelity(weights, sums.error, sums.signal, max(noise, own), kept)
+    measured_noise = sum(t.noise() for _, t, _ in measured.codes(0, measured.rows))
+    total = Fidelity(weights, sums.error, sums.signal, max(noise, measured_noise), kept)
     return Outcome(
         carried_outcome(total), total, codes_missing=damaged, stored=type, largest_difference=sums.largest
     )  # fmt: skip
@@ -125,8 +125,8 @@ def _compare_codes(reader: PartReader, tensor: OutlineTensor, measured: TensorRo
             t = reader.grouped(part)
             notes += t.notes
             sums = _sums(_grouped_pairs(t, measured, row))
-            kept = _codes_of_checkpoint if isinstance(measured, PartRows) else _codes_kept
-            codes_kept, missing, reason = kept(t, measured, row)  # type: ignore[arg-type]
+            count_kept = _codes_of_checkpoint if isinstance(measured, PartRows) else _codes_kept
+            codes_kept, missing, reason = count_kept(t, measured, row)  # type: ignore[arg-type]
             all_missing += missing
             total += Fidelity(math.prod(t.shape), sums.error, sums.signal, t.noise(), codes_kept)
             reasons.append(reason if sums.error else "")
@@ -207,7 +207,7 @@ def _kept_and_damaged(equal: int, weights: int) -> tuple[int, int]:
 
 def _equal_codes(t: CodedTensor, rows: slice, other: CodedTensor, of_other: slice) -> tuple[int, bool]:
     """How many codes of rows of two tensors are equal, less their zero points, and whether all scales are."""
-    same_scales, kept = True, 0
+    same_scales, equal = True, 0
     if type(t) is not type(other) or not isinstance(t, GroupedTensor | Fp4Tensor):
         return 0, False
     first, second = rows.indices(t.shape[0])[0], of_other.indices(other.shape[0])[0]
@@ -215,9 +215,9 @@ def _equal_codes(t: CodedTensor, rows: slice, other: CodedTensor, of_other: slic
     for run in chunks(count, t.shape[1]):
         points, scales = _points(t, slice(first + run.start, first + run.stop))
         others, other_scales = _points(other, slice(second + run.start, second + run.stop))
-        kept += int((np.abs(points - others) < 0.5).sum())  # zero points may be rounded to whole numbers
+        equal += int((np.abs(points - others) < 0.5).sum())  # zero points may be rounded to whole numbers
         same_scales = same_scales and np.array_equal(scales, other_scales)
-    return kept, same_scales
+    return equal, same_scales
 
 
 def _points(t: CodedTensor, rows: slice) -> tuple[np.ndarray, np.ndarray]:

@@ -71,13 +71,8 @@ def with_gguf(
     """A GGUF's tensors and those of a checkpoint or another GGUF."""
     # any pre-tokenizer will do: only tensors are compared
     outline = outline_of(reference, "default", template, _no_mtp(file), target, undo_act_order=False)
-    measured, reader = measured_gguf(file), PartReader(reference)
-
-    def error(tensor: OutlineTensor) -> float:
-        rows_of = measured.rows_of.get(tensor.name)
-        return math.inf if rows_of is None else squared_error(reader, tensor, rows_of())
-
-    tensors = _as_converted(reference, outline, error)
+    measured = measured_gguf(file)
+    tensors = _as_converted(reference, outline, partial(_error_of_reference, PartReader(reference), measured))
     if isinstance(reference, GgufCheckpoint):
         tensors = _scaled(reference, tensors)
     multipliers = _multipliers(tensors)
@@ -88,12 +83,8 @@ def with_gguf(
 def with_gguf_as_reference(ckpt: Checkpoint, reference: GgufCheckpoint, target: str | Path | None) -> Counterparts:
     """A checkpoint's tensors and those of a GGUF. Raises BridgeError where the checkpoint's family is unknown."""
     outline = outline_of(ckpt, "default", None, _no_mtp(reference.model), target, undo_act_order=False)
-    expected, reader = {t.name: t for t in _scaled(reference, reference.outline.tensors)}, PartReader(reference)
-
-    def error(tensor: OutlineTensor) -> float:
-        other = expected.get(tensor.name)
-        return math.inf if other is None else squared_error(reader, other, PartRows(PartReader(ckpt), tensor))
-
+    expected = {t.name: t for t in _scaled(reference, reference.outline.tensors)}
+    error = partial(_error_of_measured, PartReader(reference), expected, PartReader(ckpt))
     others = _by_name(ckpt, outline)
     notes = [f"the GGUF has no place for {few_of(others)}: not compared"] if others else []
     return Counterparts([*expected.values()], _measured(ckpt, _as_converted(ckpt, outline, error)), notes)
@@ -123,21 +114,24 @@ def _in_one_order(
     reference: tuple[Checkpoint, Outline], measured: tuple[Checkpoint, Outline]
 ) -> tuple[list[OutlineTensor], list[OutlineTensor]]:
     """The tensors of two checkpoints, of which one may have rows permuted where the other has act-order."""
-    readers = PartReader(reference[0]), PartReader(measured[0])
-    others = {t.name: t for t in measured[1].tensors}
-
-    def error(tensor: OutlineTensor) -> float:
-        other = others.get(tensor.name)
-        return math.inf if other is None else squared_error(readers[0], tensor, PartRows(readers[1], other))
-
-    tensors = _as_converted(*reference, error)
+    reader, others = PartReader(reference[0]), _measured(measured[0], measured[1].tensors)
+    tensors = _as_converted(*reference, partial(_error_of_reference, reader, others))
     expected = {t.name: t for t in tensors}
+    return tensors, _as_converted(*measured, partial(_error_of_measured, reader, expected, PartReader(measured[0])))
 
-    def error_of_measured(tensor: OutlineTensor) -> float:
-        other = expected.get(tensor.name)
-        return math.inf if other is None else squared_error(readers[0], other, PartRows(readers[1], tensor))
 
-    return tensors, _as_converted(*measured, error_of_measured)
+def _error_of_reference(reader: PartReader, measured: Measured, tensor: OutlineTensor) -> float:
+    """How far a tensor of the reference, `reader`'s, is from the measured one; infinite where there is none."""
+    rows_of = measured.rows_of.get(tensor.name)
+    return math.inf if rows_of is None else squared_error(reader, tensor, rows_of())
+
+
+def _error_of_measured(
+    reader: PartReader, expected: Mapping[str, OutlineTensor], measured: PartReader, tensor: OutlineTensor
+) -> float:
+    """How far a tensor of a measured checkpoint is from the reference's; infinite where there is none."""
+    other = expected.get(tensor.name)
+    return math.inf if other is None else squared_error(reader, other, PartRows(measured, tensor))
 
 
 def in_both(counterparts: Counterparts, reference: str, allow_missing: bool) -> Counterparts:
