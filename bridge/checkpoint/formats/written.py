@@ -69,6 +69,10 @@ class Groups(NamedTuple):
         """Bits and group size, under the names of most configs."""
         return {"bits": self.bits, "group_size": self.group_size}
 
+    def width(self, columns: int) -> int:
+        """The columns of a group, of a row of so many."""
+        return self.group_size if self.group_size > 0 else columns
+
     def count(self, columns: int) -> int:
         """How many groups a row has; the last may be short."""
         return -(-columns // self.group_size) if self.group_size > 0 else 1

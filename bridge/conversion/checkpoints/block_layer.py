@@ -138,8 +138,7 @@ class BlockLayer(Layer):
 
     def _in_groups(self, plan: LayerPlan, tensor: GroupedTensor) -> GroupedTensor:
         """The tensor in the planned groups: some rows may be more alike than all of a layer are."""
-        size = plan.groups.group_size
-        size = size if size > 0 else tensor.shape[1]
+        size = plan.groups.width(tensor.shape[1])
         result = tensor if tensor.group_size == size else regrouped(tensor, (size,))
         assert result is not None
         return result

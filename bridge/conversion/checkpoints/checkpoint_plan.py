@@ -74,7 +74,7 @@ def common_size(plans: Mapping[str, LayerPlan], layers: Mapping[str, Layer]) -> 
     if len({plan.groups.group_size for plan in plans.values()}) <= 1:
         return dict(plans)
     columns = {module: layers[module].shape[1] for module in plans}
-    size = math.gcd(*(max(plan.groups.group_size, 0) or columns[module] for module, plan in plans.items()))
+    size = math.gcd(*(plan.groups.width(columns[module]) for module, plan in plans.items()))
     return {module: replace(plan, groups=plan.groups._replace(group_size=size)) for module, plan in plans.items()}
 
 

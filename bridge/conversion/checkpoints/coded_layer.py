@@ -85,8 +85,7 @@ class CodedLayer(Layer):
         else:
             coded = self._in_bits(tensor, (groups.bits,))
         assert coded is not None  # as it was planned
-        size = groups.group_size if groups.group_size > 0 else self.shape[1]
-        return replace(in_groups_of(coded, size), name=self.module, bias=None)
+        return replace(in_groups_of(coded, groups.width(self.shape[1])), name=self.module, bias=None)
 
     def squared_errors(self, plan: LayerPlan, tensor: Coded, rows: Rows) -> tuple[float, float]:
         if plan.how == EXACT and isinstance(tensor, GroupedTensor) and self._keeps_weights(tensor):
@@ -155,5 +154,4 @@ class FloatLayer(Layer):
             tensor = self._in_format()
             assert tensor is not None  # as it was planned
             return tensor
-        size = plan.groups.group_size if plan.groups.group_size > 0 else self.shape[1]
-        return in_groups_of(joined([*self._rounded_pieces(plan, *rows)]), size)
+        return in_groups_of(joined([*self._rounded_pieces(plan, *rows)]), plan.groups.width(self.shape[1]))

@@ -1,5 +1,6 @@
 """What the check reports of a tensor."""
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +45,11 @@ class Finding:
 
     def as_dict(self) -> dict[str, Any]:
         return {"tensor": self.tensor, "kind": self.kind, "text": self.text, "numbers": self.numbers}
+
+
+def kind_of_name(name: str) -> str:
+    """What the names of a tensor in all layers have in common: they differ in numbers alone."""
+    return re.sub(r"\d+", "#", name)
 
 
 def are(count: int) -> str:

@@ -4,12 +4,11 @@ The magnitudes of matrices of a kind lie within a factor of a few in trained mod
 told. So is a vector of weights (a norm's, not a bias) that is all zeros where those of most other layers are not.
 """
 
-import re
 from dataclasses import dataclass
 
 import numpy as np
 
-from bridge.conversion.weight_check.finding import Finding
+from bridge.conversion.weight_check.finding import Finding, kind_of_name
 
 _FACTOR = 32.0
 _MEMBERS = 4  # of fewer, nothing is told
@@ -34,7 +33,7 @@ def layer_findings(magnitudes: list[Magnitude]) -> list[Finding]:
     """The tensors that are unlike those of their kind."""
     kinds: dict[tuple[str, str], list[Magnitude]] = {}
     for each in magnitudes:
-        kinds.setdefault((re.sub(r"\d+", "#", each.name), each.form), []).append(each)
+        kinds.setdefault((kind_of_name(each.name), each.form), []).append(each)
     findings = []
     for members in kinds.values():
         values = np.array([each.value for each in members])

@@ -23,7 +23,7 @@ from bridge.checkpoint.files.dtypes import NUMPY
 from bridge.checkpoint.files.store import TensorInfo
 from bridge.checkpoint.formats.fp8 import FLOAT8
 from bridge.checkpoint.formats.module_reader import scales_activations
-from bridge.conversion.weight_check.finding import Finding, are, first_of, share
+from bridge.conversion.weight_check.finding import Finding, are, first_of, kind_of_name, share
 from bridge.conversion.weight_check.rows import is_table
 
 _SMALLEST = 4096  # bytes of a matrix that is compared
@@ -85,11 +85,11 @@ def _missing(ckpt: Checkpoint, parts: dict[str, set[str]]) -> list[Finding]:
     kinds: dict[tuple[str, frozenset[str]], list[str]] = {}
     for module, described in ckpt.modules.items():
         other = frozenset(p for p, i in described.tensors.items() if not scales_activations(i.name))
-        kinds.setdefault((re.sub(r"\d+", "#", module), other), []).append(module)
+        kinds.setdefault((kind_of_name(module), other), []).append(module)
     for name in ckpt.tensors:
         if ckpt.tensors[name].dtype in FLOAT8:
             module = name.removesuffix(".weight")
-            kinds.setdefault((re.sub(r"\d+", "#", module), frozenset()), []).append(module)
+            kinds.setdefault((kind_of_name(module), frozenset()), []).append(module)
     findings = []
     for members in kinds.values():
         for part in sorted(set().union(*(parts.get(module, ()) for module in members))):
