@@ -28,6 +28,7 @@ import numpy as np
 from bridge.blocks.tensor_types import type_numbered
 from bridge.errors import BridgeError
 from bridge.system.storage.files import HEAD, kind_of_contents
+from bridge.system.text import few_of
 
 _STRING, _ARRAY = 8, 9
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -261,9 +262,8 @@ def rotation_keys(metadata: Metadata) -> list[str]:
 def check_basis(metadata: Metadata, path: Path) -> None:
     """BridgeError where metadata declares weights in a rotated basis."""
     if keys := rotation_keys(metadata):
-        more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
         raise BridgeError(
-            f"{path}: its metadata has {keys[0]}{more}: such keys declare weights in a rotated basis, whose products "
+            f"{path}: its metadata has {few_of(keys, 1)}: such keys declare weights in a rotated basis, whose products "
             "need a Hadamard transform that is not implemented here; take a GGUF without such keys, or run this one "
             "with a runtime that knows them, such as PrismML's fork of llama.cpp"
         )

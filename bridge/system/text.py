@@ -5,7 +5,7 @@ them instead. Standard output passes through it as a whole (`cli/use/terminal.py
 """
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from bridge.errors import BridgeError, shortened
 from bridge.system.status_line import LINE, clock_text
@@ -79,9 +79,9 @@ def unknown(what: str, word: str, known: Sequence[str]) -> BridgeError:
     return BridgeError(f"unknown {what} {word!r}: choose one of {', '.join(known)}{meant(word, known)}")
 
 
-def few_of(names: Collection[str], count: int = 3) -> str:
-    """The first of some names, and how many there are more."""
-    listed = ", ".join(sorted(names)[:count])
+def few_of(names: Sequence[str], count: int = 3) -> str:
+    """The first of some names, and how many there are more: "a, b, c and 2 more"."""
+    listed = ", ".join(names[:count])
     return listed if len(names) <= count else f"{listed} and {len(names) - count} more"
 
 

@@ -24,7 +24,7 @@ from bridge.system.storage.files import (
     refuse_pointer,
     without_shard,
 )
-from bridge.system.text import meant, size_text, tell
+from bridge.system.text import few_of, meant, size_text, tell
 
 _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?(?::([\w.-]+))?")
 _SNAPSHOT = re.compile(r"models--[\w.-]+?--([\w.-]+)/snapshots/[0-9a-f]+$")  # in huggingface_hub's cache
@@ -171,8 +171,7 @@ def _download(hub_id: str, gguf: bool) -> Path:
     if not gguf:
         raise _no_checkpoint(hub_id)
     shards = _tagged(name, tag, models)
-    more = f" and {len(shards) - 1} more" if len(shards) > 1 else ""
-    tell(f"{name}: takes {shards[0]}{more}, {size_text(sum(sizes[file] for file in shards))}")
+    tell(f"{name}: takes {few_of(shards, 1)}, {size_text(sum(sizes[file] for file in shards))}")
     return _fetched(name, revision, shards, sizes) / shards[0]
 
 

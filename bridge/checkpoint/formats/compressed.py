@@ -78,7 +78,8 @@ class CompressedReader(Reader):
         return replace(
             quant,
             title=f"compressed-tensors {' and '.join(formats)}",
-            claims=tuple(f"({s} for {few_of(s.targets)})" if several else str(s) for s in schemes) or ("no weights",),
+            claims=tuple(f"({s} for {few_of(sorted(s.targets))})" if several else str(s) for s in schemes)
+            or ("no weights",),
             bits=first.bits if first else 8,
             group_size=(first.block[1] or -1) if first else -1,
             sym=all(s.sym for s in schemes),

@@ -9,9 +9,9 @@ import numpy as np
 from bridge.checkpoint.formats.gptq import GptqReader
 from bridge.checkpoint.formats.zeros import Dialect, decode, dialects, recode
 from bridge.errors import BridgeError, parameter
+from bridge.system.text import few_of
 
 BITS = (2, 3, 4, 8)
-_NAMED = 4  # modules in a message
 
 
 @dataclass
@@ -176,10 +176,8 @@ class ZeroPointPlan:
 
 
 def _refusal(where: str, lost: dict[str, int]) -> str:
-    named = [f"{name} ({count})" for name, count in list(lost.items())[:_NAMED]]
-    more = f" and {len(lost) - _NAMED} more" if len(lost) > _NAMED else ""
+    named = few_of([f"{name} ({count})" for name, count in lost.items()], 4)
     return (
         f"{where}: {sum(lost.values())} groups in {len(lost)} modules have a zero point of 0, which GPTQ v1 cannot "
-        f"hold: {', '.join(named)}{more}; {parameter('clamp', True)} makes them 1 and reports the cost, "
-        "gptq_v2 keeps them"
+        f"hold: {named}; {parameter('clamp', True)} makes them 1 and reports the cost, gptq_v2 keeps them"
     )

@@ -86,7 +86,7 @@ def with_gguf_as_reference(ckpt: Checkpoint, reference: GgufCheckpoint, target: 
     expected = {t.name: t for t in _scaled(reference, reference.outline.tensors)}
     error = partial(_error_of_measured, PartReader(reference), expected, PartReader(ckpt))
     others = _by_name(ckpt, outline)
-    notes = [f"the GGUF has no place for {few_of(others)}: not compared"] if others else []
+    notes = [f"the GGUF has no place for {few_of(sorted(others))}: not compared"] if others else []
     return Counterparts([*expected.values()], _measured(ckpt, _as_converted(ckpt, outline, error)), notes)
 
 
@@ -104,7 +104,7 @@ def of_checkpoints(
     if arch != other_arch:
         raise BridgeError(f"{ckpt.path}: is of {other_arch}, {reference.path} of {arch}; give two of the same model")
     expected, others = (_by_name(c, outline) for c, outline in zip((reference, ckpt), outlines, strict=True))
-    more = expected.keys() | others.keys()
+    more = sorted(expected.keys() | others.keys())
     notes = [f"compared by the checkpoints' names, since a GGUF has no place for them: {few_of(more)}"] if more else []
     tensors, other_tensors = _in_one_order((reference, outlines[0]), (ckpt, outlines[1]))
     return Counterparts([*tensors, *expected.values()], _measured(ckpt, [*other_tensors, *others.values()]), notes)
@@ -150,8 +150,8 @@ def in_both(counterparts: Counterparts, reference: str, allow_missing: bool) -> 
                 tensors[head] = replace(tensors[embeddings], name=head)
             notes.append(f"{head}: one of the two has it, and is compared with the embeddings of the other")
     lost, extra = tensors.keys() - rows_of.keys(), rows_of.keys() - tensors.keys()
-    facts = [f"{few_of(extra)} {_are(extra)} not in {reference}"] if extra else []
-    facts += [f"{few_of(lost)} of {reference} {_are(lost)} missing"] if lost else []
+    facts = [f"{few_of(sorted(extra))} {_are(extra)} not in {reference}"] if extra else []
+    facts += [f"{few_of(sorted(lost))} of {reference} {_are(lost)} missing"] if lost else []
     if facts and not allow_missing:
         way = f"{parameter('allow_missing', True)} compares what both have"
         raise BridgeError(f"{measured.name}: {'; '.join(facts)}. {way}")
