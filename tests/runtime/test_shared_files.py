@@ -6,6 +6,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -31,11 +33,17 @@ def outcome(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
 
 FORK = """
 import os, signal, sys, threading
+from concurrent.futures import ThreadPoolExecutor  # Python does not free what a thread holds that imports a module
 import bridge
 
 model = bridge.Model.load(sys.argv[1], context=4096)
 expected = list(model.generate_tokens("The city", 3, temperature=0))
-threading.Thread(target=lambda: list(model.generate_tokens("The tower", 4000)), daemon=True).start()
+
+def generate():
+    while True:  # a text may end early
+        list(model.generate_tokens("The tower", 4000))
+
+threading.Thread(target=generate, daemon=True).start()
 for _ in range(4):
     while not model._shared.lock._lock.locked():
         pass
@@ -63,6 +71,29 @@ def test_a_lock_that_the_parent_holds_is_free_in_the_child() -> None:
             signal.alarm(120)
             with lock:
                 os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@posix
+def test_a_property_that_a_thread_computes_is_computed_in_a_child_too() -> None:
+    class Slow:
+        @cached_property
+        def value(self) -> int:
+            if os.getpid() == parent:
+                computing.set()
+                wait.wait()
+            return 1
+
+    computing, wait, slow, parent = threading.Event(), threading.Event(), Slow(), os.getpid()
+    thread = threading.Thread(target=lambda: slow.value)
+    thread.start()
+    computing.wait()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(120)
+        os._exit(1 - Slow().value)
+    wait.set()
+    thread.join()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 

@@ -1,8 +1,11 @@
 """Locks that a forked child finds free: the thread that held one in the parent does not exist in the child."""
 
+import gc
 import os
+import sys
 import threading
 import weakref
+from functools import cached_property
 from typing import Any
 
 
@@ -30,6 +33,10 @@ _locks: Any = weakref.WeakSet()
 def _after_fork() -> None:
     for lock in list(_locks):
         lock.renew()
+    if sys.version_info < (3, 12):  # since then, properties have no locks
+        for each in gc.get_referrers(cached_property):
+            if isinstance(each, cached_property):
+                vars(each)["lock"] = threading.RLock()  # held while the property of any object is computed
 
 
 if hasattr(os, "register_at_fork"):
