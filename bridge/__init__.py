@@ -66,7 +66,7 @@ __all__ = [
     "upload",
     "verify",
 ]
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 _LAZY = {
     "BridgeError": "bridge.errors",

@@ -16,10 +16,12 @@ import argparse
 import json
 import os
 import platform
+import shlex
 import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -91,8 +93,8 @@ def bench(
 ) -> None:  # fmt: skip
     """A script's run: its options, the machine, then the table, or several, and text between them.
 
-    measure    yields lines and rows, which are printed as they come; what it returns is written to --json. Its
-               argparse.ArgumentTypeError is one of the command's arguments
+    measure    yields lines and rows, which are printed as they come; what it returns is written to --json, with
+               `provenance`. Its argparse.ArgumentTypeError is one of the command's arguments
     columns    of the first table
     passes_on  whether further arguments, with or without a -- before them, are for another program: `rest`
     """
@@ -109,7 +111,8 @@ def bench(
             yield head(*columns)
         record = yield from measure(arguments)
         if vars(arguments).get("json"):
-            arguments.json.write_text(json.dumps({"machine": machine(), **record}, indent=1) + "\n", encoding="utf-8")
+            written = json.dumps({**provenance(), **record}, indent=1) + "\n"
+            arguments.json.write_text(written, encoding="utf-8")
 
     try:
         for part in lines():
@@ -134,6 +137,24 @@ def take_turns(contenders: Mapping[Any, Callable[[], Mapping[str, float]]], turn
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
     """The median over turns of one figure over another of the same turn."""
     return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+
+
+def provenance() -> dict[str, str]:
+    """How to make this process's figures again: date, version, machine, and the command without its --json."""
+    script = sys.modules["__main__"].__spec__
+    started = f"python -m {script.name}" if script else f"python {os.path.relpath(sys.argv[0], ROOT)}"
+    arguments = iter(sys.argv[1:])
+    shown = []
+    for argument in arguments:
+        if argument == "--json":
+            next(arguments, None)
+        elif not argument.startswith("--json="):
+            shown.append(argument)
+    from bridge import __version__
+
+    command = shlex.join([*started.split(), *shown])
+    today = datetime.now(UTC).date().isoformat()
+    return {"date": today, "version": __version__, "machine": machine(), "command": command}
 
 
 def machine() -> str:
