@@ -22,6 +22,7 @@ import bridge
 from bridge.cli import main
 from bridge.cli.program import _parser
 from bridge.cli.use import warmup
+from scripts.guide_tables import tables
 from tests.conftest import CHECKPOINT, PATIENCE, ROOT
 from tests.models.template.test_hub import Hub
 from tests.support.adapters import low_rank, write_adapter
@@ -95,13 +96,39 @@ def test_every_page_is_in_the_sites_navigation():
 
 
 def test_messages_of_the_troubleshooting_page_are_those_of_the_program():
-    source = "".join(file.read_text(encoding="utf-8") for file in (ROOT / "bridge").rglob("*.py"))
+    programs = [*(ROOT / "bridge").rglob("*.py"), *(ROOT / "cuda").rglob("*.py")]
+    source = "".join(file.read_text(encoding="utf-8") for file in programs)
     source = source.replace("{parameter('force', True)}", "--force")
     headings = re.findall(r'^## "(.*)"$', (ROOT / "docs" / "troubleshooting.md").read_text("utf-8"), re.MULTILINE)
-    assert len(headings) > 4
+    assert len(headings) > 15
     for heading in headings:
         for piece in heading.split("..."):
             assert piece.strip(":, ") in source, heading
+
+
+GUIDE = [
+    "README.md",
+    *(f"docs/tutorial-{name}.md" for name in ("gguf", "convert", "quantize", "products", "formats")),
+    *(f"docs/{name}.md" for name in ("index", "commands", "checkpoints", "formats", "quantize", "python", "serve")),
+    *(f"docs/{name}.md" for name in ("troubleshooting", "limits")),
+]
+
+
+def test_the_guide_has_at_most_12_000_words():
+    words = {name: len((ROOT / name).read_text(encoding="utf-8").split()) for name in GUIDE}
+    assert sum(words.values()) <= 12_000, words
+
+
+def test_the_sites_tutorials_and_guide_are_the_pages_that_are_counted():
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    parts = dict(re.findall(r"^  - (\w+):\n((?:      - .*\n)+)", text, flags=re.MULTILINE))
+    listed = re.findall(r": (\S+\.md)$", parts["Tutorials"] + parts["Guide"], flags=re.MULTILINE)
+    assert {f"docs/{name}" for name in listed} == set(GUIDE) - {"README.md", "docs/index.md"}
+
+
+@pytest.mark.parametrize("table", tables(), ids=lambda table: f"{table.page}-{table.head[0]}")
+def test_a_table_of_figures_is_of_what_was_measured(table):
+    assert "\n".join(table.lines) in (ROOT / table.page).read_text(encoding="utf-8")
 
 
 def test_the_reference_lists_names_that_exist_and_all_that_bridge_exports():
@@ -346,7 +373,9 @@ def test_a_python_snippet_runs(code, tmp_path, small_model, request, monkeypatch
         if name in code:
             pytest.importorskip("transformers")
             new_encoder((ENCODERS | RERANKERS)[kind], tmp_path / name)
-    if "bridge.convert(" not in code:
+    if "my-model.gguf" in code:
+        shutil.copy(request.getfixturevalue("files_of_the_pages") / "my-model.gguf", tmp_path)
+    elif "bridge.convert(" not in code:
         bridge.convert(CHECKPOINT, tmp_path / "model.gguf")
     exec(compile(code, "snippet", "exec"), {"bridge": bridge, "torch": torch, "x": X[0], "X": X})
 
@@ -395,6 +424,7 @@ def files_of_the_pages(small_model: Path, tmp_path_factory: pytest.TempPathFacto
     (folder / "chats.jsonl").write_text(f"{chat}\n" * 8)
     for name in ("falcon-f16", "other"):
         bridge.convert(CHECKPOINT, folder / f"{name}.gguf")
+    bridge.convert(folder / "model-gptq", folder / "my-model.gguf")  # with its chat template
     bridge.convert(small_model, folder / "model-BF16.gguf", type="BF16")
     (folder / "chat.jinja").write_text(CHAT)
     write_adapter(folder / "adapter", low_rank({"model.layers.0.self_attn.q_proj": (256, 256)}))

@@ -1,0 +1,108 @@
+"""The tables of figures in README and the guide, made of docs/measured/*.json.
+
+    python -m scripts.guide_tables    prints them all, to be pasted
+
+`tests/test_docs.py` compares each page with what is made here, so that a figure can change only with its measurement.
+KL divergences are in thousandths of a nat a token.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import mean
+from typing import Any, NamedTuple
+
+MEASURED = Path(__file__).resolve().parents[1] / "docs" / "measured"
+FLOAT32, LLAMA_CPP = "float32", "llama.cpp"
+PEER, PEER_IMATRIX = "llama.cpp's quantizer", "llama.cpp's quantizer, imatrix"
+CONVERT, QUANTIZE = "gguf-bridge convert --imatrix", "gguf-bridge quantize --method two-sided"
+TEXTS = {
+    "wikitext": "WikiText", "shakespeare": "Shakespeare", "python": "Python code", "law": "licences",
+    "french-german": "French and German",
+}  # fmt: skip
+
+
+class Table(NamedTuple):
+    """A table of a page: its first line identifies it there."""
+
+    page: str  # relative to the checkout
+    head: list[str]
+    rows: list[list[str]]
+
+    @property
+    def lines(self) -> list[str]:
+        first, *others = (f"| {' | '.join(cells)} |" for cells in (self.head, *self.rows))
+        return [first, f"|{'---|' * len(self.head)}", *others]
+
+
+def measured(name: str) -> dict[str, Any]:
+    """The figures of a measurement, as its script wrote them with --json."""
+    return json.loads((MEASURED / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def file_of(record: dict[str, Any], name: str, maker: str) -> dict[str, Any]:
+    """The file of a type, or of a size, that a quantizer made."""
+    return next(file for file in record["formats"] if (file["name"], file["maker"]) == (name, maker))
+
+
+def thousandths(kl: float) -> str:
+    """Nats -> thousandths of a nat, with three digits."""
+    return f"{1000 * kl:,.0f}" if kl >= 0.1 else f"{1000 * kl:#.3g}"
+
+
+def divergence(figures: dict[str, float]) -> str:
+    """Mean, and median and 99th percentile of the tokens."""
+    return f"{thousandths(figures['kl'])} ({thousandths(figures['median'])}, {thousandths(figures['p99'])})"
+
+
+def over(figures: dict[str, float]) -> str:
+    return f"{figures['ratio']:.3f} ± {figures['ratio_error']:.3f}"
+
+
+def texts_mean(file: dict[str, Any], arithmetic: str) -> float:
+    """The mean divergence of the kinds of text."""
+    return mean(figures["kl"] for figures in file["texts"][arithmetic].values())
+
+
+def by_text(record: dict[str, Any], type_name: str, shown_model: str) -> Table:
+    """One type of a real model by llama.cpp's quantizer, `convert --imatrix` and `quantize`, text by text."""
+    peer, convert, ours = (file_of(record, type_name, maker) for maker in (PEER_IMATRIX, CONVERT, QUANTIZE))
+    files = peer, convert, ours
+    head = [f"{shown_model}, {type_name}", "llama-quantize, imatrix", "`convert --imatrix`", "`quantize`", "ratio"]
+    rows = []
+    for text, shown in TEXTS.items():
+        figures = [file["texts"][FLOAT32][text] for file in files]
+        rows.append([shown, *map(divergence, figures), over(figures[-1])])
+    for arithmetic, shown in ((FLOAT32, "mean of these"), (LLAMA_CPP, "the same in llama.cpp")):
+        if arithmetic in ours["texts"]:
+            means = [texts_mean(file, arithmetic) for file in files]
+            rows.append([shown, *map(thousandths, means), f"{means[-1] / means[0]:.3f}"])
+    rows.append(["CPU seconds", *(f"{file['cpu_seconds']:,.0f}" for file in files), ""])
+    return Table("docs/quantize.md", head, rows)
+
+
+def by_size(record: dict[str, Any]) -> Table:
+    """Files of given sizes, and those of llama.cpp's quantizer of the same bytes."""
+    head = ["SmolLM2 135M", "MB", "KL, mean of five texts", "CPU seconds"]
+    rows = []
+    for file in sorted(record["formats"], key=lambda file: (file["bytes"], -file["kl"])):
+        if file["maker"] in (PEER_IMATRIX, QUANTIZE):
+            peer = file["maker"] == PEER_IMATRIX
+            sized = "MB" in file["name"]
+            what = f"llama-quantize {file['name']}, imatrix" if peer else f"`quantize --type {file['name']}`"
+            kl, seconds = thousandths(texts_mean(file, FLOAT32)), f"{file['cpu_seconds']:,.0f}"
+            rows.append(["`quantize --size`" if sized else what, f"{file['bytes'] / 1e6:.1f}", kl, seconds])
+    return Table("docs/quantize.md", head, rows)
+
+
+def tables() -> Iterator[Table]:
+    real, gemma = measured("real"), measured("gemma")
+    yield by_text(real, "Q4_K_M", "SmolLM2 135M")
+    yield by_text(real, "Q2_K", "SmolLM2 135M")
+    yield by_text(gemma, "Q2_K", "Gemma 3 270M")
+    yield by_size(measured("sizes"))
+
+
+if __name__ == "__main__":
+    for table in tables():
+        print(table.page, *table.lines, "", sep="\n")
