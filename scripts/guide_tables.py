@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import mean
+from textwrap import wrap
 from typing import Any, NamedTuple
 
 MEASURED = Path(__file__).resolve().parents[1] / "docs" / "measured"
@@ -17,27 +18,40 @@ FLOAT32, LLAMA_CPP = "float32", "llama.cpp"
 PEER, PEER_IMATRIX = "llama.cpp's quantizer", "llama.cpp's quantizer, imatrix"
 CONVERT, QUANTIZE = "gguf-bridge convert --imatrix", "gguf-bridge quantize --method two-sided"
 TEXTS = {
-    "wikitext": "WikiText", "shakespeare": "Shakespeare", "python": "Python code", "law": "licences",
+    "wikitext": "WikiText", "shakespeare": "Shakespeare", "python": "Python code", "manual": "Python's manual", "law": "licences",
     "french-german": "French and German",
 }  # fmt: skip
+SPEEDS = {
+    "decode after 8 tokens": "decoding, tokens/s",
+    "prompt, 512 tokens": "a prompt of 512, tokens/s",
+    "8 sequences at once": "eight sequences, tokens/s",
+    "start to first token": "start to first token, CPU seconds",
+}
 
 
 class Table(NamedTuple):
-    """A table of a page: its first line identifies it there."""
+    """A table of a page, and the sentence below it that says how it was measured."""
 
     page: str  # relative to the checkout
     head: list[str]
     rows: list[list[str]]
+    note: str = ""
 
     @property
     def lines(self) -> list[str]:
         first, *others = (f"| {' | '.join(cells)} |" for cells in (self.head, *self.rows))
-        return [first, f"|{'---|' * len(self.head)}", *others]
+        return [first, f"|{'---|' * len(self.head)}", *others, *(["", *wrap(self.note, 118)] if self.note else [])]
 
 
 def measured(name: str) -> dict[str, Any]:
     """The figures of a measurement, as its script wrote them with --json."""
     return json.loads((MEASURED / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def provenance(record: dict[str, Any]) -> str:
+    """Date, version, machine and command of a measurement."""
+    machine = ", ".join(record["machine"].split(", ")[:3])
+    return f"Measured on {record['date']} with version {record['version']} on {machine}: `{record['command']}`"
 
 
 def file_of(record: dict[str, Any], name: str, maker: str) -> dict[str, Any]:
@@ -71,6 +85,8 @@ def by_text(record: dict[str, Any], type_name: str, shown_model: str) -> Table:
     head = [f"{shown_model}, {type_name}", "llama-quantize, imatrix", "`convert --imatrix`", "`quantize`", "ratio"]
     rows = []
     for text, shown in TEXTS.items():
+        if text not in ours["texts"][FLOAT32]:
+            continue
         figures = [file["texts"][FLOAT32][text] for file in files]
         rows.append([shown, *map(divergence, figures), over(figures[-1])])
     for arithmetic, shown in ((FLOAT32, "mean of these"), (LLAMA_CPP, "the same in llama.cpp")):
@@ -78,12 +94,12 @@ def by_text(record: dict[str, Any], type_name: str, shown_model: str) -> Table:
             means = [texts_mean(file, arithmetic) for file in files]
             rows.append([shown, *map(thousandths, means), f"{means[-1] / means[0]:.3f}"])
     rows.append(["CPU seconds", *(f"{file['cpu_seconds']:,.0f}" for file in files), ""])
-    return Table("docs/quantize.md", head, rows)
+    return Table("docs/quantize.md", head, rows, provenance(record))
 
 
 def by_size(record: dict[str, Any]) -> Table:
     """Files of given sizes, and those of llama.cpp's quantizer of the same bytes."""
-    head = ["SmolLM2 135M", "MB", "KL, mean of five texts", "CPU seconds"]
+    head = ["SmolLM2 135M", "MB", "KL, mean of the texts", "CPU seconds"]
     rows = []
     for file in sorted(record["formats"], key=lambda file: (file["bytes"], -file["kl"])):
         if file["maker"] in (PEER_IMATRIX, QUANTIZE):
@@ -92,14 +108,28 @@ def by_size(record: dict[str, Any]) -> Table:
             what = f"llama-quantize {file['name']}, imatrix" if peer else f"`quantize --type {file['name']}`"
             kl, seconds = thousandths(texts_mean(file, FLOAT32)), f"{file['cpu_seconds']:,.0f}"
             rows.append(["`quantize --size`" if sized else what, f"{file['bytes'] / 1e6:.1f}", kl, seconds])
-    return Table("docs/quantize.md", head, rows)
+    return Table("docs/quantize.md", head, rows, provenance(record))
+
+
+def in_short() -> Table:
+    """README's figures beside llama.cpp's."""
+    real, speed = measured("real"), measured("speed")
+    files = [file_of(real, "Q4_K_M", maker) for maker in (QUANTIZE, CONVERT, PEER_IMATRIX, PEER)]
+    ours, convert, peer, plain = (thousandths(texts_mean(file, FLOAT32)) for file in files)
+    rows = [
+        ["SmolLM2 135M in Q4_K_M: KL divergence", f"{ours}; `convert --imatrix`: {convert}", f"{peer}; no imatrix: {plain}"],
+        ["CPU seconds for it", *(f"{files[i]['cpu_seconds']:,.0f}" for i in (0, 2))],
+    ]  # fmt: skip
+    for row in speed["rows"]:
+        if what := SPEEDS.get(row["what"]):
+            rows.append([f"Gemma 3 270M in Q4_K_M: {what}", *(f"{row[side]:,.3g}" for side in ("ours", "theirs"))])
+    return Table("README.md", ["in figures", "gguf-bridge", "llama.cpp"], rows)
 
 
 def tables() -> Iterator[Table]:
-    real, gemma = measured("real"), measured("gemma")
-    yield by_text(real, "Q4_K_M", "SmolLM2 135M")
-    yield by_text(real, "Q2_K", "SmolLM2 135M")
-    yield by_text(gemma, "Q2_K", "Gemma 3 270M")
+    yield in_short()
+    yield by_text(measured("real"), "Q4_K_M", "SmolLM2 135M")
+    yield by_text(measured("gemma"), "Q2_K", "Gemma 3 270M")
     yield by_size(measured("sizes"))
 
 
