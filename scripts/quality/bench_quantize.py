@@ -77,6 +77,7 @@ OPTIONS = (
     option("--types", ["Q4_K", "Q3_K", "Q2_K"], "TYPE", nargs="*"),
     option("--steps", False, help="print a line for each step"),
     option("--last-step", False, help="leave all steps but the last out"),
+    option("--peers-only", False, help="measure the peers of these types alone"),
     option("--llama-cpp", False, help="also run every result in llama.cpp"),
     option("--ik-llama", Path, "LIBGGML", "the shared library of ik_llama.cpp"),
     option("--groups", Path, "PYTHON", "a Python that has llm-compressor"),
@@ -84,25 +85,29 @@ OPTIONS = (
 
 
 def measure(options: argparse.Namespace) -> Lines:
+    if options.peers_only and options.groups:
+        raise argparse.ArgumentTypeError("--groups needs gradients; leave out --peers-only")
     float_model = FloatModel(options)
     yield float_model.about
     text = ["text"] if len(float_model.tests) > 1 else []
     columns = ["type", "step", *text, "KL", "ggml, imatrix", "ratio", "seconds"]
     yield head(*columns, *(["KL in llama.cpp", "ggml there", "ratio there"] if options.llama_cpp else []))
     points: list[dict[str, Any]] = []
-    gradients = float_model.gradients()
+    gradients = LayerHooks() if options.peers_only else float_model.gradients()
     of_step = {TWO_SIDED: gradients, WEIGHTED: LayerHooks(weights=gradients.weights)}
     for name in options.types:
         scale = nvfp4.OWN_SCALE if name == "NVFP4" else 1.0
         their_blocks = peer_blocks(float_model, name)
         theirs = dict(float_model.weights) | {key: blocks.values() for key, blocks in their_blocks.items()}
         ggmls = float_model.divergence(theirs)
-        for what, other in nearest(float_model, name).items():
-            for test, theirs_here, ggmls_here in zip(float_model.tests, other.by_text(), ggmls.by_text(), strict=True):
-                text = [test.stem] if len(float_model.tests) > 1 else []
-                yield name, what, *text, theirs_here, ggmls_here, theirs_here.over(ggmls_here), ""
-        peer_there = float_model.in_llama_cpp(their_blocks, options.threads) if options.llama_cpp else None
         points.append(point(name, LLAMA_CPP, float_model, ggmls))
+        for maker, other in nearest(float_model, name).items():
+            points.append(point(name, maker, float_model, other, ggmls))
+            yield from peer_rows(float_model, name, maker, other, ggmls)
+        if options.peers_only:
+            yield from peer_rows(float_model, name, "ggml", ggmls, ggmls)
+            continue
+        peer_there = float_model.in_llama_cpp(their_blocks, options.threads) if options.llama_cpp else None
         steps = STEPS if options.steps else STEPS[-1:] if options.last_step else [STEPS[0], *STEPS[-3:]]
         if name not in BLOCKS or name in CALIBRATED:  # its scales are chosen while it is rounded
             steps = [step for step in steps if "unweighted" not in step[0]]
@@ -152,6 +157,13 @@ def point(
     first = by_text[float_model.tests[0].stem]
     figures = {"kl": first["kl"], "kl_error": first["kl_error"], "texts": by_text}
     return {"name": name, "maker": maker, "bpw": WRITTEN[name].bpw, **figures}
+
+
+def peer_rows(float_model: FloatModel, name: str, maker: str, divergence: Divergence, ggmls: Divergence) -> Lines:
+    """A line of the table for each text."""
+    for test, here, there in zip(float_model.tests, divergence.by_text(), ggmls.by_text(), strict=True):
+        text = [test.stem] if len(float_model.tests) > 1 else []
+        yield name, maker, *text, here, there, here.over(there), ""
 
 
 def peer_blocks(float_model: FloatModel, name: str) -> dict[str, Blocks]:
