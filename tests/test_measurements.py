@@ -89,7 +89,7 @@ def test_the_table_of_quantizing_is_of_the_figures_that_the_picture_shows() -> N
     for name, row in ours.items():
         ratios = {text: figures["ratio"] for text, figures in row["texts"].items()}
         assert shown[name] == [
-            f"{row['bpw']:.2f}", scientific(theirs[name]["kl"]), scientific(row["kl"]),
+            f"{row['bpw']:g}", scientific(theirs[name]["kl"]), scientific(row["kl"]),
             f"{ratios['wiki_test']:.3f}", f"{ratios['shakespeare_val']:.2f}",
             "ignored" if name in ("MXFP4", "NVFP4") else "used",
         ]  # fmt: skip
