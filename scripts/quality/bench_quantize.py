@@ -5,8 +5,10 @@
 Both see the same tokens: ggml (through the library of the tests' wheel) the mean square of each linear's inputs,
 ours the Hessians. All linears get one type; embeddings and head stay floats. The measure is the mean Kullback-Leibler
 divergence from the float model over windows of the test text, in float32 arithmetic, with its standard error over
-windows. `gguf-bridge plot` draws what --json writes. The first line of a K-quant is plain GPTQ with scales fitted as in
-gptq-gguf-toolkit. Types of 4-bit floats are compared with rounding to nearest: ggml's MXFP4, ModelOpt's NVFP4.
+windows. `gguf-bridge plot` draws what --json writes: the divergence on the first test text. The first line of a K-quant
+is plain GPTQ with scales fitted as in gptq-gguf-toolkit. ggml rounds to MXFP4 and NVFP4 without regard to the imatrix.
+NVFP4 has a further line: rounding to nearest as ModelOpt does it, with a scale of the whole matrix, which ggml's own
+quantizer does not use.
 
 --llama-cpp adds the divergences in llama.cpp, which rounds activations to 8 bits.
 
@@ -60,6 +62,7 @@ STEPS: list[tuple[str, dict[str, Any], bool]] = [
     (WEIGHTED, {}, True),
     (TWO_SIDED, {}, True),
 ]
+LLAMA_CPP = "llama.cpp's quantizer, imatrix"  # as plots name it
 # method, bits, group size, symmetric
 GROUPS = [("gptq", 4, 128, True), ("gptq", 3, 128, True), ("gptq", 2, 64, False), ("awq", 4, 128, False)]
 
@@ -74,6 +77,7 @@ OPTIONS = (
     option("--types", ["Q4_K", "Q3_K", "Q2_K"], "TYPE", nargs="*"),
     option("--steps", False, help="print a line for each step"),
     option("--last-step", False, help="leave all steps but the last out"),
+    option("--peers-only", False, help="measure the peers of these types alone"),
     option("--llama-cpp", False, help="also run every result in llama.cpp"),
     option("--ik-llama", Path, "LIBGGML", "the shared library of ik_llama.cpp"),
     option("--groups", Path, "PYTHON", "a Python that has llm-compressor"),
@@ -81,22 +85,29 @@ OPTIONS = (
 
 
 def measure(options: argparse.Namespace) -> Lines:
+    if options.peers_only and options.groups:
+        raise argparse.ArgumentTypeError("--groups needs gradients; leave out --peers-only")
     float_model = FloatModel(options)
     yield float_model.about
     text = ["text"] if len(float_model.tests) > 1 else []
     columns = ["type", "step", *text, "KL", "ggml, imatrix", "ratio", "seconds"]
     yield head(*columns, *(["KL in llama.cpp", "ggml there", "ratio there"] if options.llama_cpp else []))
     points: list[dict[str, Any]] = []
-    gradients = float_model.gradients()
+    gradients = LayerHooks() if options.peers_only else float_model.gradients()
     of_step = {TWO_SIDED: gradients, WEIGHTED: LayerHooks(weights=gradients.weights)}
     for name in options.types:
         scale = nvfp4.OWN_SCALE if name == "NVFP4" else 1.0
         their_blocks = peer_blocks(float_model, name)
         theirs = dict(float_model.weights) | {key: blocks.values() for key, blocks in their_blocks.items()}
-        peer = float_model.divergence(theirs)
+        ggmls = float_model.divergence(theirs)
+        points.append(point(name, LLAMA_CPP, float_model, ggmls))
+        for maker, other in nearest(float_model, name).items():
+            points.append(point(name, maker, float_model, other, ggmls))
+            yield from peer_rows(float_model, name, maker, other, ggmls)
+        if options.peers_only:
+            yield from peer_rows(float_model, name, "ggml", ggmls, ggmls)
+            continue
         peer_there = float_model.in_llama_cpp(their_blocks, options.threads) if options.llama_cpp else None
-        bpw = WRITTEN[name].bpw
-        points.append({"name": name, "maker": "llama.cpp's quantizer, imatrix", "bpw": bpw, "kl": peer.mean})
         steps = STEPS if options.steps else STEPS[-1:] if options.last_step else [STEPS[0], *STEPS[-3:]]
         if name not in BLOCKS or name in CALIBRATED:  # its scales are chosen while it is rounded
             steps = [step for step in steps if "unweighted" not in step[0]]
@@ -104,34 +115,70 @@ def measure(options: argparse.Namespace) -> Lines:
             grid = partial(Unweighted, BLOCKS[name], spread=False) if "unweighted" in step else superblocks(name, scale)
             blocks: dict[str, Blocks] = {}
             layers = of_step.get(step, LayerHooks())
-            ours, seconds = float_model.quantized(Method(grid, **settings).layer, blocks, cross=cross, layers=layers)
+            layer = Method(grid, **settings).layer
+            measured, seconds = float_model.quantized(layer, blocks, cross=cross, layers=layers)
             more: list[Divergence] = []
             if peer_there is not None:
                 here = float_model.in_llama_cpp(blocks, options.threads)
                 more = [here, peer_there]
             for i, test in enumerate(float_model.tests):
-                values = [d.by_text()[i] for d in (ours, peer, *more)]
+                values = [d.by_text()[i] for d in (measured, ggmls, *more)]
                 ratios = [values[k].over(values[k + 1]) for k in range(0, len(values), 2)]
                 text = [test.stem] if len(float_model.tests) > 1 else []
                 yield name, step, *text, *values[:2], ratios[0], f"{seconds:.0f}", *values[2:], *ratios[1:]
-        points.append({"name": name, "maker": "gguf-bridge quantize", "bpw": bpw, "kl": ours.mean})
+        points.append(point(name, "gguf-bridge quantize", float_model, measured, ggmls))
     if options.ik_llama:
         yield from ik_llama(float_model, options.ik_llama)
     if options.groups:
         yield from groups_table(float_model, gradients, options.groups)
-    return {"model": options.model.name, "bits_of": "linears", "formats": points}
+    return {"model": options.model.name, "bits_of": "linears", "peer": peer(), "formats": points}
+
+
+def peer() -> dict[str, str]:
+    """The quantizer that this program is compared with."""
+    return {
+        "quantizer": "ggml_quantize_chunk, which llama-quantize calls for each matrix",
+        "build": ggml.build(),
+        "settings": "an imatrix of the same tokens; MXFP4 and NVFP4 ignore it",
+    }
+
+
+def point(
+    name: str, maker: str, float_model: FloatModel, divergence: Divergence, peer: Divergence | None = None
+) -> dict[str, Any]:
+    """A row of --json: the divergence on the first test text, on each text, and over that of the peer."""
+    by_text: dict[str, dict[str, float]] = {}
+    for i, test in enumerate(float_model.tests):
+        there = divergence.by_text()[i]
+        by_text[test.stem] = {"kl": there.mean, "kl_error": there.error}
+        if peer is not None:
+            ratio, error = there.ratio(peer.by_text()[i])
+            by_text[test.stem] |= {"ratio": ratio, "ratio_error": error}
+    first = by_text[float_model.tests[0].stem]
+    figures = {"kl": first["kl"], "kl_error": first["kl_error"], "texts": by_text}
+    return {"name": name, "maker": maker, "bpw": WRITTEN[name].bpw, **figures}
+
+
+def peer_rows(float_model: FloatModel, name: str, maker: str, divergence: Divergence, ggmls: Divergence) -> Lines:
+    """A line of the table for each text."""
+    for test, here, there in zip(float_model.tests, divergence.by_text(), ggmls.by_text(), strict=True):
+        text = [test.stem] if len(float_model.tests) > 1 else []
+        yield name, maker, *text, here, there, here.over(there), ""
 
 
 def peer_blocks(float_model: FloatModel, name: str) -> dict[str, Blocks]:
     """The linears in a type, as the peer rounds them."""
-    blocks = {}
-    for key in reference.linears(float_model.weights):
-        weight = float_model.weights[key]
-        if name == "NVFP4":
-            blocks[key] = nvfp4.quantize(weight)
-        else:
-            blocks[key] = Blocks(name, ggml.quantize(weight, name, float_model.importance[key]))
-    return blocks
+    weights, importance = float_model.weights, float_model.importance
+    return {key: Blocks(name, ggml.quantize(weights[key], name, importance[key])) for key in reference.linears(weights)}
+
+
+def nearest(float_model: FloatModel, name: str) -> dict[str, Divergence]:
+    """Other tools' way of rounding to a type, where ggml's own is not the usual one."""
+    if name != "NVFP4":
+        return {}
+    weights = float_model.weights
+    rounded = {key: nvfp4.quantize(weights[key]).values() for key in reference.linears(weights)}
+    return {"ModelOpt's rounding": float_model.divergence(dict(weights) | rounded)}
 
 
 def ik_llama(float_model: FloatModel, library: Path) -> Lines:

@@ -111,6 +111,23 @@ def test_quantizing_is_measured_beside_ggml_and_is_nearer_to_the_floats(tmp_path
     assert 0 < own < 0.8 * peer
 
 
+def test_peers_are_measured_without_quantizing(tmp_path: Path) -> None:
+    text = shared("text/shakespeare_val.txt").read_text(encoding="utf-8")
+    (tmp_path / "text").write_text(text[:40_000], encoding="utf-8")
+    run(
+        "quality.bench_quantize",
+        str(first_layer(shared("models/tiny-qwen3"), tmp_path / "model")),
+        *(f"--calibrate={tmp_path / 'text'}", f"--test={tmp_path / 'text'}", f"--json={tmp_path / 'out'}"),
+        *("--types=NVFP4", "--peers-only", "--samples=4", "--length=64", "--windows=4", "--threads=1"),
+    )
+    record = json.loads((tmp_path / "out").read_text())
+    ggml, modelopt = record["formats"]
+    assert (ggml["maker"], modelopt["maker"]) == ("llama.cpp's quantizer, imatrix", "ModelOpt's rounding")
+    assert ggml["kl"] == ggml["texts"]["text"]["kl"] > 0
+    assert modelopt["texts"]["text"]["ratio"] == pytest.approx(modelopt["kl"] / ggml["kl"])
+    assert record["peer"]["build"].startswith("ggml ")
+
+
 def test_rounding_is_measured_beside_ggml() -> None:
     printed = run("quality.bench_rounding", str(shared("models/tiny-llama")), "IQ4_NL", "--rows=8", "--rounds=1")
     cells = printed.splitlines()[-1].split("|")[1:-1]

@@ -2,8 +2,10 @@
 quantizers must beat."""
 
 import ctypes
+import platform
 from ctypes import CFUNCTYPE, POINTER, c_bool, c_char_p, c_int, c_int64, c_size_t, c_void_p
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "ggml_row_size": (c_size_t, [c_int, c_int64]),
     "ggml_quantize_chunk": (c_size_t, [c_int, *[c_void_p] * 2, *[c_int64] * 3, c_void_p]),
     "ggml_get_type_traits": (POINTER(TypeTraits), [c_int]),
+    "ggml_version": (c_char_p, []),
 }
 
 
@@ -59,6 +62,12 @@ def library() -> Any:
     declare(lib, _SIGNATURES)
     lib.ggml_free(lib.ggml_init(InitParams(1 << 16, None, False)))
     return lib
+
+
+def build() -> str:
+    """Which ggml this is: "ggml 0.26.0 of xllamacpp 2026.10.11549, AVX2"."""
+    instructions = ", AVX2" if platform.machine() in ("x86_64", "AMD64") else ""
+    return f"ggml {library().ggml_version().decode()} of xllamacpp {version('xllamacpp')}{instructions}"
 
 
 def quantize(x: np.ndarray, name: str, importance: np.ndarray | None = None) -> np.ndarray:
