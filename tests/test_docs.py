@@ -238,12 +238,22 @@ def measured(name: str) -> dict:
 
 
 def test_the_table_of_products_is_of_the_figures_that_the_picture_shows():
-    shown = {tuple(row[:3]): tuple(row[3:7]) for row in cells("speed.md", "| type | shape |")}
+    head = "| type | 40960 x 4096, 1 thread |"
+    page = "measurements/cpu.md"
+    (line,) = (line for line in (ROOT / "docs" / page).read_text("utf-8").splitlines() if line.startswith(head))
+    places = re.findall(r"(\d+ x \d+), (\d) thread", line)
+    shown = {(row[0], *place): cell for row in cells(page, head) for place, cell in zip(places, row[1:], strict=True)}
     products = measured("matvec")["products"]
     assert len(shown) == len(products)
     for p in products:
         key = p["type"], f"{p['shape'][0]} x {p['shape'][1]}", str(p["threads"])
-        assert shown[key] == (f"{p['gbs']:.1f}", f"{p['of_read']:.0%}", f"{p['read_gbs']:.1f}", f"{p['ggml_gbs']:.1f}")
+        assert shown[key] == f"{p['gbs']:.1f}, {p['read_gbs']:.1f}, {p['of_read']:.0%}, {p['ggml_gbs']:.1f}"
+
+
+def test_the_readmes_table_of_speeds_is_of_the_figures_that_were_measured():
+    from scripts.speed_table import HEAD, rows
+
+    assert [f"| {' | '.join(row)} |" for row in cells("../README.md", HEAD)] == rows(measured("speed"))
 
 
 def test_the_table_of_fidelity_is_of_the_figures_that_the_picture_shows():

@@ -97,7 +97,7 @@ class Model(Vectors):
                    the CPU, and not to experts or to embeddings that are also the head
         config     of a checkpoint, which `bridge.Model` loads: see there
         numa       "distribute" or "isolate", for the whole process: where threads run on a machine with several NUMA
-                   nodes (default: BRIDGE_NUMA, else where the system likes); see docs/speed.md
+                   nodes (default: BRIDGE_NUMA, else where the system likes); see docs/commands.md
 
         Raises:
             BridgeError: no such file, a damaged one, an architecture or a tokenizer that is unknown here; a device

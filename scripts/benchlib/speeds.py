@@ -6,6 +6,7 @@ import re
 import statistics
 import sys
 import time
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -61,10 +62,7 @@ def timed(name, count, call):
     call()
     figures[name] = count / (time.perf_counter() - begun)
     figures[name + " cpu"] = count / (time.process_time() - used)
-made = generate(8, 64)
-next(made)
-figures["first"] = time.time()
-list(made)
+list(generate(8, 64))
 figures["last"] = time.time()
 if os.path.exists("/proc/self/status"):
     with open("/proc/self/status") as status:
@@ -84,16 +82,47 @@ print("RESULT" + json.dumps(figures))
 """
 SIDES = {"ours": BEGIN + OURS + REPORT, "theirs": BEGIN + THEIRS + REPORT}
 
+# several sequences at once: speed(count) is the tokens a second of all
+OURS_AT_ONCE = """
+import bridge
+model = bridge.Model.load(path, threads=threads, context=512).prepare()
+model.tokenizer.stops = frozenset()
+def speed(count):
+    model.generate_batch([tokens[i : i + 8] for i in range(count)], 65, seed=1)
+    return model.timing.tokens / model.timing.seconds
+"""
+THEIRS_AT_ONCE = """
+from pathlib import Path
+from scripts.peers.llama.llama_cpp import LlamaCpp
+def speed(count):
+    with LlamaCpp(
+        path, n_ctx=512 * count, n_threads=threads, float_kv=False, n_seq_max=count, libraries=Path(libraries)
+    ) as model:
+        for position in range(8):
+            made = model.step([tokens[i + position] for i in range(count)], position).argmax(1).tolist()
+        begun = time.perf_counter()
+        for position in range(8, 72):
+            made = model.step(made, position).argmax(1).tolist()
+        return 64 * count / (time.perf_counter() - begun)
+"""
+REPORT_AT_ONCE = """
+speed(max(plan["batches"]))
+print("RESULT" + json.dumps({f"batch {count}": speed(count) for count in plan["batches"]}))
+"""
+AT_ONCE = {"ours": BEGIN + OURS_AT_ONCE + REPORT_AT_ONCE, "theirs": BEGIN + THEIRS_AT_ONCE + REPORT_AT_ONCE}
+
 
 class Plan(NamedTuple):
     """What a process measures.
 
     prompts  their tokens, read from an empty context
     depths   tokens of a context after which 64 are generated one by one
+    batches  sequences that are generated at once, by the code for that
     """
 
     prompts: tuple[int, ...] = (512,)
     depths: tuple[int, ...] = (8,)
+    batches: tuple[int, ...] = ()
 
 
 USUAL = Plan()
@@ -103,20 +132,23 @@ def turn(code: str, path: Path, threads: int, libraries: Path | None = None, pla
     """What one process measures.
 
     "prompt N", "decode N"  tokens a second, and with " cpu" a second of the processor's time
-    first, last             seconds from the process's start to the first and to the last of 64 tokens
+    "batch N"               tokens a second of N sequences at once, by AT_ONCE
+    last                    seconds from the process's start to the last of 64 tokens
     resident, peak          bytes of memory after these tokens, and at most
     """
     variables = {key: value for key, value in os.environ.items() if key != "BRIDGE_THREADS"}
     arguments = path, threads, libraries or "", json.dumps(plan._asdict())
     begun = time.time()
     figures = json.loads(output_of(sys.executable, "-c", code, *arguments, env=variables).partition("RESULT")[2])
-    return {key: value - begun if key in ("first", "last") else value for key, value in figures.items()}
+    return {key: value - begun if key == "last" else value for key, value in figures.items()}
 
 
-def beside(path: Path, libraries: Path, threads: int, turns: int, plan: Plan = USUAL) -> Figures:
+def beside(
+    path: Path, libraries: Path, threads: int, turns: int, plan: Plan = USUAL, sides: Mapping[str, str] = SIDES
+) -> Figures:
     """What each side's processes measure, in turn."""
-    turn(SIDES["ours"], path, threads, libraries, plan)  # compile what is not compiled yet; fill the page cache
-    runs = {side: partial(turn, code, path, threads, libraries, plan) for side, code in SIDES.items()}
+    turn(sides["ours"], path, threads, libraries, plan)  # compile what is not compiled yet; fill the page cache
+    runs = {side: partial(turn, code, path, threads, libraries, plan) for side, code in sides.items()}
     return take_turns(runs, turns)
 
 

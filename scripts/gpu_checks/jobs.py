@@ -47,7 +47,7 @@ SANITIZED = ["correct/products/Q4_K/int8", "correct/tokens/Q4_K", "correct/mma_i
 # what has a bar, or is part of one
 TIMES = ["time/reading", f"time/torch_product/{LARGE}", *(f"time/product/{LARGE}/{type}" for type in BARRED)]
 TIMES += [f"time/product/{SMALL}/Q4_K", "time/decode", *(f"time/tokens/{LARGE}/{type}" for type in TOKENS)]
-# what docs/speed.md has only by a model
+# what docs/measurements/cuda.md has only by a model
 TIMES += [f"time/mma_int8/{shape}/{type}" for type in mma_int8.TYPES for shape in MANY]
 TIMES += ["time/launches", "time/clocks", *(f"time/attention/{n}/{kind}" for n in LENGTHS for kind in CACHES)]
 TIMES += [f"time/experts/{type}" for type in EXPERTS]

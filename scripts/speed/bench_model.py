@@ -5,7 +5,8 @@
     python -m scripts.speed.bench_model                            a synthetic 1B Q4_K, made and removed
     python -m scripts.speed.bench_model --types Q4_K IQ3_XXS    its shapes, with random blocks of these types
     python -m scripts.speed.bench_model --experts    a synthetic mixture of 64 experts, 8 of them used
-    python -m scripts.speed.bench_model --together    1, 2, 4 and 8 sequences at once
+    python -m scripts.speed.bench_model smollm2 --together 1 8    also 1 and 8 sequences at once
+    python -m scripts.speed.bench_model smollm2 --start    also the start to the first token, as bench_start does
     python -m scripts.speed.bench_model --draft    replies with guessed tokens, compared with those without
     python -m scripts.speed.bench_model --conversation    the tokens that a second turn reads
     python -m scripts.speed.bench_model --perplexity CHECKPOINT... --text wiki.txt
@@ -13,10 +14,12 @@
 The peer is llama.cpp as npm distributes it, built for this processor (scripts/peers/llama/tuned.py), with its defaults:
 keys and values in halves, flash attention, 512 tokens of a prompt at a time. Ours and theirs take turns, one process
 per turn, with the same number of threads, so that other load on the machine affects both. Every process loads the file
-(page cache and compile caches warm), reads 8 tokens and generates 64 (the times to the first and to the last of them
-count from the start of the interpreter), then reads prompts of --prompts tokens from an empty context, then generates
-64 one by one after --depths tokens, with our weights all repacked. The tables show the medians of the turns, and the
-median ratio of a turn of ours to the following turn of theirs: by the clock, and by the processor's time.
+(page cache and compile caches warm), reads 8 tokens and generates 64 (the time to the last of them counts from the
+start of the interpreter), then reads prompts of --prompts tokens from an empty context, then generates 64 one by one
+after --depths tokens, with our weights all repacked. Sequences at once (--together) begin with 8 tokens each and are
+generated in other processes; ours are drawn with the default settings. The table shows the medians of the turns, and
+the median ratio of a turn of ours to the following turn of theirs: by the clock, and by the processor's time. --json
+writes the same rows; `python -m scripts.speed_table` prints those of the README.
 
 --perplexity converts checkpoints and shows, over the second halves of windows of 256 tokens, our perplexity compared
 with llama.cpp's (float32 keys and values; the xllamacpp wheel of the tests) and, with precision f32, with that of
@@ -27,53 +30,27 @@ import argparse
 import math
 import statistics
 import tempfile
-from collections.abc import Iterable
-from functools import partial
+from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from scripts.benchlib import Lines, bench, head, option, ratio, synthetic, take_turns
+from scripts.benchlib import Figures, Line, Lines, bench, head, option, ratio, synthetic
 from scripts.benchlib.drafts import drafts
 from scripts.benchlib.real_models import model_path
-from scripts.benchlib.speeds import BEGIN, Plan, beside, in_type, turn
+from scripts.benchlib.speeds import AT_ONCE, Plan, beside, in_type
 from scripts.peers.llama import tuned
+from scripts.speed.bench_start import Starts
 
-OURS_TOGETHER = """
-import bridge
-model = bridge.Model.load(path, threads=threads, context=512).prepare()
-model.tokenizer.stops = frozenset()
-def speed(count):
-    model.generate_batch([tokens[i : i + 8] for i in range(count)], 65, seed=1)
-    return model.timing.tokens / model.timing.seconds
-"""
-THEIRS_TOGETHER = """
-from pathlib import Path
-from scripts.peers.llama.llama_cpp import LlamaCpp
-def speed(count):
-    with LlamaCpp(
-        path, n_ctx=512 * count, n_threads=threads, float_kv=False, n_seq_max=count, libraries=Path(libraries)
-    ) as model:
-        for position in range(8):
-            made = model.step([tokens[i + position] for i in range(count)], position).argmax(1).tolist()
-        begun = time.perf_counter()
-        for position in range(8, 72):
-            made = model.step(made, position).argmax(1).tolist()
-        return 64 * count / (time.perf_counter() - begun)
-"""
-BATCHES = """
-speed(8)
-print("RESULT" + json.dumps({str(count): speed(count) for count in (1, 2, 4, 8)}))
-"""
-
-
+SETTINGS = "its defaults: keys and values in f16, flash attention, 512 tokens of a prompt at a time; greedy tokens"
 OPTIONS = (
     option("models", str, "MODEL", "a GGUF, smollm2 or gemma3-270m; default: a synthetic 1B", nargs="*"),
-    option("--threads", [1, 2]), "--turns", "--rounds", "--text", option("--windows", 64), "--packages",
+    option("--threads", [1, 2]), "--turns", "--rounds", "--text", option("--windows", 64), "--packages", "--json",
     option("--prompts", [512, 2048], "N", "tokens of prompts"),
     option("--depths", [8], "N", "tokens of contexts after which 64 are generated"),
     option("--types", str, "TYPE", "instead of the model's own types", nargs="+", default=[]),
     option("--experts", False, help="use a synthetic mixture of 64 experts"),
-    option("--together", False, help="measure several sequences at once, llama.cpp's greedily"),
+    option("--together", int, "N", "also measure N sequences at once", nargs="+", default=[]),
+    option("--start", False, help="also measure the start to the first token"),
     option(
         "--draft", nargs="?", const="ngram", choices=("ngram", "mtp"),
         help="measure guessed tokens (default: ngram); with --text, on what the model replies to pieces of it",
@@ -87,70 +64,77 @@ EXPERTS = "--experts", 64, "--layers", 6, "--intermediate", 768  # 1.9B
 def measure(options: argparse.Namespace) -> Lines:
     if options.perplexity and not options.text:
         raise argparse.ArgumentTypeError("--perplexity needs --text")
+    if options.json and (options.perplexity or options.draft or options.conversation):
+        raise argparse.ArgumentTypeError("--json is for speeds, not for --perplexity, --draft or --conversation")
     with tempfile.TemporaryDirectory(prefix="gguf-bridge-bench-") as scratch:
         if options.perplexity:
             yield from perplexities(options.perplexity, options.text, options.windows, Path(scratch))
-            return
+            return None
         paths = [model_path(model, options.packages) for model in options.models]
         paths = paths or [synthetic(Path(scratch), *(EXPERTS if options.experts else ()))]
-        if options.together:
-            yield from together(paths, tuned.download(options.packages), options.threads, options.turns)
-        elif options.draft:
+        if options.draft:
             for path in paths:
                 yield from drafts(path, options.draft, options.text, options.threads, options.rounds)
         elif options.conversation:
             for path in paths:
                 yield from conversation(path)
         else:
-            libraries = tuned.download(options.packages)
-            yield f"llama.cpp: {tuned.build(libraries)}, as npm distributes it. Medians of {options.turns} turns."
-            plan = Plan(tuple(options.prompts), tuple(options.depths))
             files = (in_type(path, type) for path in paths for type in options.types) if options.types else paths
-            yield from speeds(files, libraries, options.threads, options.turns, plan)
+            return (yield from speeds(files, options))
+    return None
 
 
 # --- speed, memory, start ---
 
 
-def speeds(paths: Iterable[Path], libraries: Path, threads: list[int], turns: int, plan: Plan) -> Lines:
+def speeds(paths: Iterable[Path], options: argparse.Namespace) -> Generator[Line, None, dict[str, Any]]:
+    """The table's lines, and the record for --json."""
+    libraries = tuned.download(options.packages)
+    peer = {"name": f"llama.cpp of npm's node-llama-cpp {tuned.VERSION}", "build": tuned.build(libraries)}
+    yield f"{peer['name']}, build {peer['build']}. Medians of {options.turns} turns."
     yield head("model", "threads", "what", "gguf-bridge", "llama.cpp", "ratio", "ratio, CPU time")
+    rows = []
     for path in paths:
-        for count in threads:
-            ours, theirs = beside(path, libraries, count, turns, plan).values()
-            for name in (*(f"decode {depth}" for depth in plan.depths), *(f"prompt {n}" for n in plan.prompts)):
-                medians = [f"{statistics.median(side[name]):.4g} tokens/s" for side in (ours, theirs)]
-                ratios = [f"{ratio(ours[key], theirs[key]):.2f}" for key in (name, f"{name} cpu")]
-                yield path.stem, count, what(name), *medians, *ratios
-            for name, meaning in (("first", "start to first token"), ("last", "start to 64th token")):
-                medians = [f"{statistics.median(side[name]):.2f} s" for side in (ours, theirs)]
-                yield path.stem, count, meaning, *medians, f"{ratio(ours[name], theirs[name]):.2f}", ""
-            for name, meaning in (("resident", "memory after 64 tokens"), ("peak", "peak memory")):
-                if name in ours:
-                    medians = [f"{statistics.median(side[name]) / 1e6:.0f} MB" for side in (ours, theirs)]
-                    yield path.stem, count, meaning, *medians, f"{ratio(ours[name], theirs[name]):.2f}", ""
+        for threads in options.threads:
+            for row in compared(path, libraries, threads, options):
+                rows.append({"model": path.stem, "threads": threads, **row})
+                values = [f"{row[side]:{PRECISION[row['unit']]}} {row['unit']}" for side in ("ours", "theirs")]
+                ratios = [f"{row[name]:.2f}" if name in row else "" for name in ("ratio", "ratio_cpu")]
+                yield path.stem, threads, row["what"], *values, *ratios
+    return {"peer": {**peer, "settings": SETTINGS}, "turns": options.turns, "rows": rows}
 
 
-def what(name: str) -> str:
-    """Of a figure's name, "decode 8192", what a table calls it."""
-    kind, _, count = name.partition(" ")
-    return f"prompt, {count} tokens" if kind == "prompt" else f"decode after {count} tokens"
+PRECISION = {"tokens/s": ".4g", "s": ".2f", "MB": ".0f"}
 
 
-def together(paths: list[Path], libraries: Path, threads: list[int], turns: int) -> Lines:
-    """Tokens a second of all sequences together; the ratio to one is the median of the turns'."""
-    sides = {"gguf-bridge": BEGIN + OURS_TOGETHER + BATCHES, "llama.cpp": BEGIN + THEIRS_TOGETHER + BATCHES}
-    many = [cell for n in (2, 4, 8) for cell in (f"{n} sequences", "ratio")]
-    yield head("model", "threads", "", "one", *many, "8 beside llama.cpp's")
-    for path in paths:
-        turn(sides["gguf-bridge"], path, threads[0])
-        for count in threads:
-            runs = {side: partial(turn, code, path, count, libraries) for side, code in sides.items()}
-            figures = take_turns(runs, turns)
-            for side, of_side in figures.items():
-                cells = [f"{statistics.median(of_side['1']):.4g} tokens/s"]
-                for n in ("2", "4", "8"):
-                    cells += [f"{statistics.median(of_side[n]):.4g}", f"{ratio(of_side[n], of_side['1']):.2f}"]
-                yield path.stem, count, side, *cells, f"{ratio(of_side['8'], figures['llama.cpp']['8']):.2f}"
+def compared(path: Path, libraries: Path, threads: int, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """What both sides measure on a file: see `in_turns`."""
+    plan = Plan(tuple(options.prompts), tuple(options.depths), tuple(options.together))
+    figures = beside(path, libraries, threads, options.turns, plan)
+    for depth in plan.depths:
+        yield in_turns(figures, f"decode {depth}", f"decode after {depth} tokens")
+    for count in plan.prompts:
+        yield in_turns(figures, f"prompt {count}", f"prompt, {count} tokens")
+    if plan.batches:
+        at_once = beside(path, libraries, threads, options.turns, plan, AT_ONCE)
+        for count in plan.batches:
+            yield in_turns(at_once, f"batch {count}", f"{count} sequences at once")
+    if options.start:
+        starts = Starts(path, libraries, threads, options.packages / "start.log").warm(options.turns)
+        yield in_turns(starts, "start", "start to first token", "s")
+    yield in_turns(figures, "last", "start to 64th token", "s")
+    for name, what in (("resident", "memory after 64 tokens"), ("peak", "peak memory")):
+        if name in figures["ours"]:
+            yield in_turns(figures, name, what, "MB", 1e6)
+
+
+def in_turns(figures: Figures, name: str, what: str, unit: str = "tokens/s", one: float = 1) -> dict[str, Any]:
+    """The medians of both sides; the median of the turns' ratios, and of those of the processor's time where known."""
+    ours, theirs = figures["ours"], figures["theirs"]
+    row = {"what": what, "unit": unit, "ours": statistics.median(ours[name]) / one}
+    row |= {"theirs": statistics.median(theirs[name]) / one, "ratio": ratio(ours[name], theirs[name])}
+    cpu = f"{name} cpu"
+    return row | ({"ratio_cpu": ratio(ours[cpu], theirs[cpu])} if cpu in ours else {})
 
 
 def conversation(path: Path) -> Lines:

@@ -9,7 +9,7 @@ of the replies over the time from the first request to the last reply. The time 
 is that of a prompt of --prefix tokens that was asked before with another end; a decode step is the mean time between
 the tokens of one client. The last table tells what the masks of a JSON schema take of the decode's CPU time, in
 process. A machine that does something else meanwhile measures that, too. What llama.cpp makes of several sequences,
-bench_model.py --together says: npm has its library for this processor, and no server of that.
+bench_model.py --together 8 says: npm has its library for this processor, and no server of that.
 """
 
 import argparse

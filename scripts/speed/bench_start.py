@@ -17,7 +17,7 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
-from scripts.benchlib import ROOT, Lines, bench, cost_of, option, ratio, take_turns
+from scripts.benchlib import ROOT, Figures, Lines, bench, cost_of, option, ratio, take_turns
 from scripts.benchlib.real_models import PACKAGED, model_path
 from scripts.peers.llama import tuned
 
@@ -30,33 +30,50 @@ OPTIONS = (
 COLUMNS = "model", "llama.cpp, CPU s", "warm, CPU s", "ratio", "cold, CPU s"
 
 
-def cpu_seconds(command: list[object], log: Path, environment: dict[str, str]) -> dict[str, float]:
-    """User and system time of a process and of those that it waited for. Exits where it fails."""
-    cost = cost_of(command, log, environment)
-    if cost["code"]:
-        sys.exit(f"{command[1]}: exit code {cost['code']}; see {log}")
-    return {"cpu": cost["cpu_seconds"]}
+def cost(command: list[object], log: Path, environment: dict[str, str]) -> dict[str, float]:
+    """Seconds of a process by the clock, and of user and system time. Exits where it fails."""
+    measured = cost_of(command, log, environment)
+    if measured["code"]:
+        sys.exit(f"{command[1]}: exit code {measured['code']}; see {log}")
+    return {"start": measured["seconds"], "start cpu": measured["cpu_seconds"]}
+
+
+class Starts:
+    """Commands that end with a model's first token.
+
+    ours, theirs  gguf-bridge, and llama.cpp's library
+    """
+
+    def __init__(self, path: Path, libraries: Path, threads: int, log: Path) -> None:
+        ours = [sys.executable, "-m", "bridge.cli", "run", path, "-p", PROMPT, "-n", 1, "--temp", 0]
+        self.ours: list[object] = [*ours, "--threads", threads]
+        starter = ROOT / "scripts/peers/llama/llama_start.py"
+        self.theirs: list[object] = [sys.executable, starter, libraries, path, PROMPT, threads]
+        self._log = log
+        self._environment = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
+
+    def warm(self, turns: int) -> Figures:
+        """What both cost in turn, their files in the page cache and our kernels compiled."""
+        cost(self.ours, self._log, self._environment)
+        sides = {"theirs": self.theirs, "ours": self.ours}
+        return take_turns({side: partial(cost, it, self._log, self._environment) for side, it in sides.items()}, turns)
+
+    def cold(self) -> float:
+        """CPU seconds of ours with an empty cache."""
+        with tempfile.TemporaryDirectory() as empty:
+            return cost(self.ours, self._log, self._environment | {"XDG_CACHE_HOME": empty})["start cpu"]
 
 
 def measure(options: argparse.Namespace) -> Lines:
-    peer = tuned.download(options.packages)
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    log = options.packages / "start.log"
-    starter = ROOT / "scripts/peers/llama/llama_start.py"
+    libraries = tuned.download(options.packages)
     for model in options.models:
         path = model_path(model, options.packages)
-        ours = [sys.executable, "-m", "bridge.cli", "run", path, "-p", PROMPT, "-n", 1, "--temp", 0]
-        ours += ["--threads", options.threads]
-        commands = {"theirs": [sys.executable, starter, peer, path, PROMPT, options.threads], "ours": ours}
-        cpu_seconds(ours, log, environment)
-        sides = {side: partial(cpu_seconds, command, log, environment) for side, command in commands.items()}
-        figures = take_turns(sides, options.turns)
-        cold = ""
-        if options.cold:
-            with tempfile.TemporaryDirectory() as empty:
-                cold = f"{cpu_seconds(ours, log, environment | {'XDG_CACHE_HOME': empty})['cpu']:.2f}"
-        medians = [f"{statistics.median(figures[side]['cpu']):.2f}" for side in sides]
-        yield path.stem, *medians, f"{ratio(figures['ours']['cpu'], figures['theirs']['cpu']):.2f}", cold
+        starts = Starts(path, libraries, options.threads, options.packages / "start.log")
+        figures = starts.warm(options.turns)
+        seconds = {side: of_side["start cpu"] for side, of_side in figures.items()}
+        medians = [f"{statistics.median(seconds[side]):.2f}" for side in ("theirs", "ours")]
+        cold = f"{starts.cold():.2f}" if options.cold else ""
+        yield path.stem, *medians, f"{ratio(seconds['ours'], seconds['theirs']):.2f}", cold
 
 
 if __name__ == "__main__":

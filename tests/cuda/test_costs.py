@@ -1,4 +1,4 @@
-"""The counts of docs/speed.md are those of the code."""
+"""The counts of docs/measurements/cuda.md are those of the code."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from tests.support.places import ROOT
 
 pytestmark = [
     pytest.mark.skipif(ptx.unavailable() is not None, reason=str(ptx.unavailable())),
-    pytest.mark.proof("docs/speed.md"),
+    pytest.mark.proof("docs/measurements/cuda.md"),
 ]
+
+PAGE = ROOT / "docs" / "measurements" / "cuda.md"
 
 
 def in_the_docs(what: str) -> str:
     """The last cell of a row."""
-    found = re.search(rf"\| {re.escape(what)}.*\| (.+?) \|\n", (ROOT / "docs" / "speed.md").read_text())
+    found = re.search(rf"\| {re.escape(what)}.*\| (.+?) \|\n", PAGE.read_text())
     assert found is not None, what
     return found[1]
 
@@ -37,7 +39,7 @@ def test_instructions_of_attention(kind: str, group: int) -> None:
 
 
 def test_products_of_prompts_modelled() -> None:
-    docs = (ROOT / "docs" / "speed.md").read_text()
+    docs = PAGE.read_text()
     assert [row for row in costs.prompt_rows() if row not in docs] == []
 
 
@@ -48,7 +50,7 @@ def test_launches_of_a_layer_of_experts() -> None:
 
 @pytest.mark.parametrize("name", step_costs.MODELS)
 def test_a_step_takes_no_more_launches_than_the_docs_say(name: str) -> None:
-    docs = (ROOT / "docs" / "speed.md").read_text()
+    docs = PAGE.read_text()
     found = re.search(rf"\| {re.escape(name)} \| (\d+) \+ (\d+) \+ (\d+) \|", docs)
     assert found is not None
     _, types = step_costs.described(name)

@@ -188,9 +188,10 @@ def test_it_is_chosen_where_it_takes_less_time_as_measured_or_by_count():
     assert chosen("Q4_K", (7, 5)) == chosen("Q4_K", (10, 0)) == chosen("Q4_1", (9, 0)) == []
 
 
-@pytest.mark.proof("docs/speed.md")
+@pytest.mark.proof("docs/measurements/cuda.md")
 def test_the_counts_in_the_docs_are_those_that_choose():
-    text = (ROOT / "docs" / "speed.md").read_text().partition("## CUDA, modelled")[2].partition("\n## ")[0]
+    page = (ROOT / "docs" / "measurements" / "cuda.md").read_text()
+    text = page.partition("8-bit integers are")[2].partition("\n## ")[0]
     tokens = [int(n) for n in re.findall(r"(\d+) tokens \|", text)]
     for name in mma_int8.TYPES:
         found = [mma_int8.clocks(name, (9, 0), n) for n in tokens]

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from pathlib import Path
 
 import pytest
 
+import bridge
+from scripts import speed_table
 from scripts.benchlib import Lines, bench, head, option, parser, ratio, take_turns
+from scripts.speed.bench_model import in_turns
 
 DOC = "Measure nothing.\n\nIn detail."
 OPTIONS = (
@@ -43,6 +47,26 @@ def test_contenders_take_turns_and_ratios_are_of_the_same_turn() -> None:
     assert ratio(figures["ours"]["cpu"], figures["theirs"]["cpu"]) == 0.5
 
 
+def test_a_row_of_speeds_has_medians_and_the_median_of_the_turns_ratios() -> None:
+    ours, theirs = {"a": [10.0, 30.0, 20.0], "a cpu": [4.0, 4.0, 4.0]}, {"a": [5.0, 5.0, 5.0], "a cpu": [1.0, 2.0, 8.0]}
+    figures = {"ours": ours, "theirs": theirs}
+    row = {"what": "A", "unit": "tokens/s", "ours": 20.0, "theirs": 5.0, "ratio": 4.0}
+    assert in_turns(figures, "a", "A") == row | {"ratio_cpu": 2.0}
+    assert in_turns({side: {"a": values["a"]} for side, values in figures.items()}, "a", "A") == row
+
+
+def test_the_readmes_table_has_the_rows_of_its_model_and_threads() -> None:
+    places = [(model, threads) for model in ("other", speed_table.MODEL) for threads in (1, speed_table.THREADS)]
+    rows = [
+        {"model": model, "threads": threads, "what": what, "unit": "s" if "start" in what else "tokens/s",
+         "ours": 1234.5 * threads, "theirs": len(model), "ratio": 2.0}
+        for model, threads in places for what in speed_table.ROWS
+    ]  # fmt: skip
+    first, *_, last = speed_table.rows({"rows": rows})
+    assert first == "| decode | 2,469 tokens/s | 11 tokens/s | 2.00 |"
+    assert last == "| start to first token | 2469.00 s | 11.00 s | 2.00 |"
+
+
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str, passes_on: bool = False) -> argparse.Namespace:
     seen: list[argparse.Namespace] = []
 
@@ -69,7 +93,11 @@ def test_the_machine_comes_first_and_the_record_has_it(
     assert machine.endswith(", 2 threads.")
     assert lines == ["Of two tables.", "", "| a | b |", "|---|---|", "| 1 | x |"]
     record = json.loads((tmp_path / "x.json").read_text())
-    assert record == {"machine": machine[9:].removesuffix(", 2 threads."), "rows": [1]}
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", record.pop("date"))
+    assert record.pop("command").endswith(" --text a.txt")  # without --json
+    assert record == {
+        "version": bridge.__version__, "machine": machine[9:].removesuffix(", 2 threads."), "rows": [1]
+    }  # fmt: skip
 
 
 def test_what_a_script_cannot_use_is_an_error_of_its_arguments(

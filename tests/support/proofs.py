@@ -9,7 +9,7 @@ The digest is of
     the files that its module, its fixtures and the conftest.py above it may import, and those that the mark names
     Python, the installed packages, the CPU and the variables of the environment that change what is compiled
 
-mark: `proof("docs/speed.md", "tests/data/*.json")` names what a test reads or runs besides, from the project's root.
+mark: `proof("docs/formats.md", "tests/data/*.json")` names what a test reads or runs besides, from the project's root.
 """
 
 from __future__ import annotations

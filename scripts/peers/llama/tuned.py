@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-_VERSION = "3.22.1"
+VERSION = "3.22.1"
 _BASE, _GGML, _LLAMA = "libggml-base.so", "libggml.v*.so", "libllama.v*.so"  # in the order of their needs
 
 
@@ -33,14 +33,14 @@ def download(folder: Path) -> Path:
     """
     machine = {"x86_64": "x64", "aarch64": "arm64"}.get(platform.machine(), platform.machine())
     name = f"{platform.system().lower()}-{machine}"
-    unpacked = folder / f"node-llama-cpp-{name}-{_VERSION}"
+    unpacked = folder / f"node-llama-cpp-{name}-{VERSION}"
     binaries = unpacked / "package" / "bins" / name
     if not binaries.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        command = ["npm", "pack", "--silent", f"@node-llama-cpp/{name}@{_VERSION}"]
+        command = ["npm", "pack", "--silent", f"@node-llama-cpp/{name}@{VERSION}"]
         try:
             subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True)
-            (packed,) = folder.glob(f"node-llama-cpp-{name}-{_VERSION}.tgz")
+            (packed,) = folder.glob(f"node-llama-cpp-{name}-{VERSION}.tgz")
             partial = folder / f"{unpacked.name}.partial"
             with tarfile.open(packed) as archive:
                 archive.extractall(partial, filter="data")

@@ -1,4 +1,6 @@
-"""What steps and prompts on a GPU cost by count, without one: instructions, launches, bytes. For docs/speed.md.
+"""What steps and prompts on a GPU cost by count, without one: instructions, launches, bytes.
+
+For docs/measurements/cuda.md:
 
     python -m tests.support.gpu.costs
 
@@ -105,20 +107,18 @@ def prompt_layer(n: int) -> tuple[int, int, int]:
     return c - a, d - b, _WIDTH * ((most - more) - (two - one)) // 32
 
 
-def prompt_products(n: int, batch: int, tile: int | None = None) -> tuple[int, int, float]:
+def prompt_products(n: int, batch: int) -> tuple[int, int, float]:
     """Of a prompt of n tokens in batches, for torch's products of a model of 8B in Q4_K on an H100: dequantized tiles,
     the percentage of multiprocessors that the products keep busy, and milliseconds. **A model**: a multiprocessor
     computes 256 x 128 sums at a time, at its peak; memory is written and read at its peak. Attention and what is made
     of activations are left out.
-
-    `tile`: weights in a tile, whose rows then are as many as fit, not alike in size.
     """
     from bridge.cuda.product.matmul import tile_rows
 
     tiles, used, waves, seconds = 0, 0, 0, 0.0
     for first in range(0, n, batch):
         for rows, columns in _MATRICES:
-            step = min(rows, tile // columns) if tile else tile_rows(rows, columns)
+            step = tile_rows(rows, columns)
             for begin in range(0, rows, step):
                 count = min(step, rows - begin)
                 blocks = -(-count // 256) * -(-min(batch, n - first) // 128)
@@ -130,15 +130,14 @@ def prompt_products(n: int, batch: int, tile: int | None = None) -> tuple[int, i
 
 
 def prompt_rows() -> list[str]:
-    """The rows of docs/speed.md, before batches and tiles became larger, and now."""
+    """The rows of docs/measurements/cuda.md."""
     from bridge.cuda.decoder import BATCHES
 
     found = []
     for n in PROMPTS:
-        before, now = prompt_products(n, 512, 1 << 25), prompt_products(n, BATCHES[0])
+        tiles, busy, ms = prompt_products(n, BATCHES[0])
         what = f"a prompt of {n:,} tokens, modelled: dequantized tiles, busy multiprocessors, torch's products"
-        cells = (f"{tiles:,}, {busy}%, {ms:.1f} ms" for tiles, busy, ms in (before, now))
-        found.append(f"| {what} | {' | '.join(cells)} |")
+        found.append(f"| {what} | {tiles:,}, {busy}%, {ms:.1f} ms |")
     return found
 
 

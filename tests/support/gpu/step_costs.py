@@ -13,8 +13,8 @@ as four tokens choose that choose at random. It reads the cache four times.
     seconds = weights / 3.0 TB/s + cache / 1.5 TB/s + 4.7 us a launch that reads weights or cache + 2 us another one
 
 An H100 gave 3.0 TB/s as the slope between two products in Q4_K, 1.5 TB/s as the difference between Llama 3 8B after 16
-and after 3,000 tokens (docs/speed.md, Q4_K), and 4.7 us are what these leave of that model's step. The 2 us were not
-measured. `checks` compares the model with everything else that was measured.
+and after 3,000 tokens (docs/measurements/cuda.md, Q4_K), and 4.7 us are what these leave of that model's step. The
+2 us were not measured. `checks` compares the model with everything else that was measured.
 
 llama.cpp's launches are counted by hand: the operations that its build 11549 computes in a layer of such a file, less
 what its CUDA backend fuses (a norm with its weight and a sum; rotation and storing a key where they are neighbours;
@@ -255,7 +255,7 @@ def described(name: str, type: str = "Q4_K_M") -> tuple[Outline, dict[str, str]]
 
 
 def row(name: str) -> str:
-    """The row of docs/speed.md."""
+    """The row of docs/measurements/cuda.md."""
     outline, types = described(name)
     reading, others, torchs = launches(MODELS[name], types)
     weights, cache = weight_bytes(outline, types), cache_bytes(_config(outline), CONTEXT)
@@ -266,7 +266,7 @@ def row(name: str) -> str:
 
 
 def row_of_four(name: str) -> str:
-    """The row of docs/speed.md for a step of four tokens: its launches, and how long it takes, in steps of one."""
+    """The row for a step of four tokens: its launches, and how long it takes, in steps of one."""
     outline, types = described(name)
     cache, took = cache_bytes(_config(outline), CONTEXT), []
     for tokens in (1, 4):
