@@ -400,9 +400,11 @@ def files_of_the_pages(small_model: Path, tmp_path_factory: pytest.TempPathFacto
     (folder / "chats.jsonl").write_text(f"{chat}\n" * 8)
     for name in ("falcon-f16", "other"):
         bridge.convert(CHECKPOINT, folder / f"{name}.gguf")
-    bridge.convert(folder / "model-gptq", folder / "my-model.gguf")  # with its chat template
+    for name in ("my-model", "smollm2", "damaged"):  # with a chat template
+        bridge.convert(folder / "model-gptq", folder / f"{name}.gguf")
     bridge.convert(small_model, folder / "model-BF16.gguf", type="BF16")
     (folder / "chat.jinja").write_text(CHAT)
+    (folder / "schema.json").write_text('{"type": "object", "properties": {"city": {"type": "string"}}}')
     write_adapter(folder / "adapter", low_rank({"model.layers.0.self_attn.q_proj": (256, 256)}))
     text = Calibration(folder / "text.txt", samples=2, length=64, sweeps=0, act_order="free")
     quantize_checkpoint(small_model, folder / "actorder-gptq", "gptq_v2", calibrate=text)

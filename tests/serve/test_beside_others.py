@@ -1,4 +1,4 @@
-"""What docs/serve.md says of this server beside others is what it does."""
+"""What docs/http-api.md says of this server beside others is what it does."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ REQUESTS: dict[str, list[tuple[str, Any]]] = {
     "images": [chat(messages=IMAGE)],
     "another": [chat(model="gpt-4o")],
 }  # fmt: skip
-TABLE = (ROOT / "docs" / "serve.md").read_text(encoding="utf-8").partition("## Beside llama-server")[2]
+TABLE = (ROOT / "docs" / "http-api.md").read_text(encoding="utf-8").partition("## Compared with")[2]
 ROWS = [line.strip("| ").split(" | ") for line in re.findall(r"^\| .*", TABLE.partition("\n## ")[0], re.MULTILINE)][1:]
 
 
