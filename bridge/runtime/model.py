@@ -439,8 +439,8 @@ class Model(Vectors):
     def chat_text(
         self, messages: Sequence[Mapping[str, Any]], template_options: Mapping[str, Any] | None = None
     ) -> str:
-        """A conversation as the text that `chat_tokens` makes tokens of, from the same `messages` and
-        `template_options`.""" return self._template.render(self.tokenizer, messages, template_options)
+        """A conversation as text: what `chat_tokens` cuts into tokens, of the same `messages`, `template_options`."""
+        return self._template.render(self.tokenizer, messages, template_options)
 
     def checked_ids(self, tokens: Sequence[int], max_tokens: int = 0) -> list[int]:
         """The token ids of a prompt, with BOS where there are none; BridgeError unless the model and its context take
