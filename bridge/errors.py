@@ -13,7 +13,10 @@ _LONGEST, _END = 1000, 300  # characters of a line
 
 
 class BridgeError(Exception):
-    """Something about the input or the machine that the user can mend."""
+    """Something about the input or the machine that the user can mend.
+
+    message  the fact, the file or tensor, and the way out, in one line of at most 1,000 characters
+    """
 
     def __init__(self, message: str) -> None:
         super().__init__(shortened(message))

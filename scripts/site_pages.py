@@ -1,63 +1,51 @@
-"""The site's pages that are not in docs/: README, CHANGELOG and CONTRIBUTING; and docstrings as lists.
+"""A hook of mkdocs: README, CHANGELOG and CONTRIBUTING as pages of the site, and its links to the repository.
 
-A hook (`hooks` in mkdocs.yml): a page that says `<!-- README.md -->` becomes that file of the checkout, with links
-adjusted to the site.
+A page that says `<!-- README.md -->` becomes that file of the checkout, with links adjusted to the site.
 
-An extension of griffe, which reads docstrings for mkdocstrings: lines `name  description` become a list.
+The environment variable SITE_REPOSITORY (`repo_url` in mkdocs.yml) is where the publisher's repository is, such as
+https://github.com/OWNER/gguf-bridge. With it, the header links to the repository, each page to its source, and links to
+files outside docs/ lead there. Without it there are none of these, and such files are named instead.
 """
 
 import re
-from dataclasses import fields
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import griffe
-
 ROOT = Path(__file__).resolve().parent.parent
 _INCLUDED = re.compile(r"<!-- (\w+\.md) -->")
-_PARAMETER = re.compile(r"(\w+)  +(\S.*)")
+_PAGES = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
+_LINK = re.compile(r"(?<!!)\[([^\]]*)\]\((?![a-z]+:|#)([^)\s]+)\)")
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
+def on_config(config: Any) -> Any:
+    """No links to sources where no repository is named."""
+    if not config.repo_url:
+        config.repo_url = config.repo_name = config.edit_uri = None
+    return config
+
+
+def on_page_markdown(markdown: str, *, page: Any = None, config: Any = None, **_: Any) -> str:
     """The page's text, or that of the file that it names."""
     if not (match := _INCLUDED.search(markdown)):
         return markdown
+    repository = config.repo_url.rstrip("/") if config is not None and config.repo_url else None
+    if repository is not None and page is not None:
+        page.edit_url = f"{repository}/{config.edit_uri.removesuffix('docs/')}{match[1]}"
+
+    def adjusted(link: re.Match[str]) -> str:
+        label, (name, sign, anchor) = link[1], link[2].partition("#")
+        if name.startswith("docs/"):
+            return f"[{label}]({name.removeprefix('docs/')}{sign}{anchor})"
+        if name in _PAGES:
+            return f"[{label}]({_PAGES[name]}{sign}{anchor})"
+        if repository is None:
+            return f"{label} (`{name}`)" if label.strip("`") != name else f"`{name}`"
+        return f"[{label}]({repository}/{_blob(config.edit_uri)}{name}{sign}{anchor})"
+
     text = (ROOT / match[1]).read_text(encoding="utf-8")
-    text = re.sub(r"\]\(docs/", "](", text)
-    text = re.sub(r"\[(\w+)\]\(examples/[^)]*\)", r"\1 (`examples/`)", text)
-    return re.sub(r"\]\((CHANGELOG|CONTRIBUTING)\.md", lambda m: f"]({m[1].lower()}.md", text)
+    return _LINK.sub(adjusted, re.sub(r'(\]\(|(?:src|srcset)=")docs/(?=pictures/)', r"\1", text))
 
 
-def with_lists(docstring: str) -> str:
-    """A docstring whose aligned lines `name  description` are a list in Markdown."""
-    lines: list[str] = []
-    inside = False
-    for line in docstring.splitlines():
-        if match := _PARAMETER.fullmatch(line):
-            lines += [] if inside else [""]
-            lines.append(f"- `{match[1]}`: {match[2]}")
-            inside = True
-        elif inside and line.startswith("  "):
-            lines.append(f"  {line.strip()}")
-        else:
-            lines += ["", line] if inside and line else [line]
-            inside = False
-    return "\n".join(lines)
-
-
-class Docstrings(griffe.Extension):
-    """Rewrites each docstring once it is read, and gives options the help of their flags."""
-
-    def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
-        if obj.docstring is not None:
-            obj.docstring.value = with_lists(obj.docstring.value)
-
-    def on_class_members(self, *, cls: griffe.Class, **_: Any) -> None:
-        attributes = [member for member in cls.members.values() if isinstance(member, griffe.Attribute)]
-        if any(str(attribute.value).startswith("option(") for attribute in attributes):
-            dataclass = getattr(import_module(cls.module.canonical_path), cls.name)
-            helps = {field.name: field.metadata["flag"].help for field in fields(dataclass) if "flag" in field.metadata}
-            for attribute in attributes:
-                if attribute.name in helps:
-                    attribute.docstring = griffe.Docstring(helps[attribute.name], parent=attribute)
+def _blob(edit_uri: str) -> str:
+    """Where files of the repository are shown: "blob/main/" of "edit/main/docs/"."""
+    return edit_uri.removesuffix("docs/").replace("edit/", "blob/", 1)

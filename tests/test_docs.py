@@ -291,9 +291,11 @@ def test_the_changelogs_first_release_is_this_version():
     assert next(name for name in entries if name != "Unreleased") == bridge.__version__
 
 
+PRINTING = ("python.md", "tutorial-products.md")  # every snippet of these pages shows something
 SNIPPETS = [
     pytest.param(
         match[1],
+        page.name in PRINTING,
         id=f"{page.name}-{number}",
         marks=[pytest.mark.exhaustive] if "quantize_gguf(" in match[1] else [],  # minutes
     )
@@ -327,8 +329,8 @@ def trellis_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
 X = np.ones((4, 256), np.float32)
 
 
-@pytest.mark.parametrize("code", SNIPPETS)
-def test_a_python_snippet_runs(code, tmp_path, small_model, request, monkeypatch):
+@pytest.mark.parametrize(("code", "prints"), SNIPPETS)
+def test_a_python_snippet_runs(code, prints, tmp_path, small_model, request, monkeypatch, capsys):
     """In a folder that has the files that it names."""
     torch = pytest.importorskip("torch")
     if '.to("cuda")' in re.sub("#.*", "", code) and not torch.cuda.is_available():
@@ -338,7 +340,12 @@ def test_a_python_snippet_runs(code, tmp_path, small_model, request, monkeypatch
     if "gguf_file" in code:
         pytest.importorskip("accelerate")
     monkeypatch.chdir(tmp_path)
-    files = {"model-gptq": CHECKPOINT, "org/model-gptq": CHECKPOINT, "org/model": small_model}
+    checkpoint = CHECKPOINT
+    if ".chat(" in code:
+        checkpoint = tmp_path / "with a chat template"
+        shutil.copytree(CHECKPOINT, checkpoint)
+        edit_json(checkpoint / "tokenizer_config.json", chat_template=CHAT)
+    files = {"model-gptq": checkpoint, "org/model-gptq": checkpoint, "org/model": small_model}
     if "llama-" in code:
         files |= request.getfixturevalue("trellis_checkpoints")
     (tmp_path / "text.txt").write_text("KING RICHARD:\nNow is the winter of our discontent. " * 80)
@@ -352,8 +359,11 @@ def test_a_python_snippet_runs(code, tmp_path, small_model, request, monkeypatch
     if "my-model.gguf" in code:
         shutil.copy(request.getfixturevalue("files_of_the_pages") / "my-model.gguf", tmp_path)
     elif "bridge.convert(" not in code:
-        bridge.convert(CHECKPOINT, tmp_path / "model.gguf")
+        bridge.convert(checkpoint, tmp_path / "model.gguf")
+    capsys.readouterr()
     exec(compile(code, "snippet", "exec"), {"bridge": bridge, "torch": torch, "x": X[0], "X": X})
+    if prints:
+        assert capsys.readouterr().out.strip()
 
 
 def lines_of(page: Path) -> list[str]:

@@ -47,25 +47,25 @@ _TABLES = (
 
 
 class Checkpoint:
-    """An opened checkpoint.
+    """An open checkpoint.
 
     path      its folder, or its one file
     home      the folder with config.json and tokenizer
-    config    config.json
-    quant     the quantization that its configs claim
+    config    the contents of config.json
+    quant     the quantization that its configs describe
     format    gptq, gptq_v2, gptq_p, awq-gemm, awq-gemv, awq-gemv_fast, marlin, mlx, hqq,
               compressed-tensors ..., FP8, BitNet, QTIP ..., EXL3, or float
     modules   the linear layers that are stored as codes, by Hugging Face name, without ".weight"
     tensors   the floating-point tensors by full name, including biases of quantized modules and 8-bit floats; and
               tables of integers, which are read as floats
     files     the files that hold them
-    nbytes    of all tensors
+    nbytes    bytes of all tensors
     notes     contradictions between labels and data that concern the whole checkpoint
-    on_activations  those of the notes that tell why activations in a GGUF are not quantized
+    on_activations  the notes about activations, which a GGUF does not quantize
     reader    the format's reader; None if all tensors are floats
     store     the stored tensors
-    merged    the tensors that an adapter has changed, see `merge.merge`: what reads their rows
-    moved     the modules of which it moves zero points alone
+    merged    functions that read the rows of tensors that an adapter has changed, by name, see `merge.merge`
+    moved     the same for modules whose zero points alone an adapter changes
     unties    whether a head that is tied to the embeddings can become a matrix of its own
     """
 
@@ -156,9 +156,12 @@ class Checkpoint:
         return self.reader.in_words() if self.reader else in_words(self.modules.values())
 
     def read_trellis(self, name: str) -> TrellisLayer:
-        """A trellis-coded linear layer, still coded, for multiplication. Thread-safe.
+        """A linear layer of QTIP or EXL3 that multiplies with its codes. Thread-safe.
 
-        Raises KeyError for a name that is not in `modules`, BridgeError for damaged data and other formats.
+        name  of a module, without ".weight"
+
+        Returns a `bridge.trellis.layer.TrellisLayer`. Raises KeyError for a name that is not in `modules`, BridgeError
+        for damaged data and other formats.
         """
         self.modules[name]
         if not isinstance(self.reader, TrellisReader):
@@ -166,11 +169,14 @@ class Checkpoint:
         return self.reader.layer(name)
 
     def read_module(self, name: str, rows: np.ndarray | None = None) -> CodedTensor:
-        """A quantized linear layer, or some of its rows (int64, in any order) without its bias. Thread-safe.
+        """A quantized linear layer. Thread-safe.
 
-        Trellis codes become a DecodedTensor, which holds floats.
+        name  of a module, without ".weight"
+        rows  int64 [n], in any order: read only these, without the bias; None: all
 
-        Raises KeyError for a name that is not in `modules`, BridgeError for damaged data.
+        Returns a `bridge.checkpoint.grouped.GroupedTensor` for integer codes, and another CodedTensor for 4-bit floats.
+        Trellis codes and codebooks become a DecodedTensor, which holds floats. Raises KeyError for a name that is not
+        in `modules`, BridgeError for damaged data.
         """
         self.modules[name]
         if name in self.moved:
@@ -192,9 +198,12 @@ class Checkpoint:
         return tensor
 
     def read_float(self, name: str, rows: tuple[int, int] | None = None) -> np.ndarray:
-        """A tensor as float32, or only its rows start..stop; other rows are not read. Thread-safe.
+        """A tensor as float32 in its own shape. Thread-safe.
 
-        8-bit floats are multiplied by their scales.
+        name  of a tensor, in full
+        rows  (start, stop): read only these rows; None: all
+
+        8-bit floats are multiplied by their scales. Raises BridgeError for damaged data.
         """
         if name in self.merged:
             return self.merged[name](rows)
@@ -256,13 +265,15 @@ def lattice_notes(lattices: Mapping[str, Lattice], what: str) -> list[str]:
 def open_checkpoint(
     path: str | Path, config: str | Path | None = None, *, needs_config: bool = True, detect_lattice: bool = False
 ) -> Checkpoint:
-    """Open a local checkpoint: a folder, or one file of weights (.pt of the first GPTQ tools).
+    """Open a local checkpoint. Only configs and headers are read.
 
+    path            a folder in Hugging Face layout, or one file of weights (.pt of the first GPTQ tools)
     config          the folder with config.json and tokenizer, where `path` has none
     needs_config    whether config.json is required; without it, another file must describe the quantization
     detect_lattice  whether float matrices that lie on a hidden grid become modules of codes, with a note
 
-    Raises BridgeError if it is incomplete, damaged, or quantized in a way that is not supported.
+    Returns a `bridge.checkpoint.Checkpoint`. Raises BridgeError if it is incomplete, damaged, or quantized in a way
+    that is not supported.
     """
     path = expanded(path)
     if not path.exists():

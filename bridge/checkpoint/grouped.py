@@ -54,7 +54,7 @@ class CodedTensor:
         return (np.arange(self.codes.shape[1], dtype=np.int32) // self.group_size).astype(np.int32)
 
     def dequantize(self, rows: slice = slice(None)) -> np.ndarray:
-        """The weights, float32 [out, in], or some of its rows: the reference for fidelity."""
+        """The weights, float32 [out, in], or those of a slice of `rows`."""
         raise NotImplementedError
 
     def noise(self) -> float:
@@ -110,7 +110,7 @@ class CodedTensor:
 
 @dataclass(frozen=True, repr=False)
 class GroupedTensor(CodedTensor):
-    """A linear layer's weight as integer codes, with one scale and one zero point per row and group.
+    """A linear layer's weight as integer codes: W[o, k] = scales[o, g] * (codes[o, k] - zeros[o, g]), g the group of k.
 
     codes            uint8 [out, in]
     scales           float32 [out, G], exactly the stored values
@@ -122,6 +122,7 @@ class GroupedTensor(CodedTensor):
     name             the module's name in the checkpoint, for messages
     bias             float32 [out] or None
     ternary          whether codes are 0, 1 and 2 only
+    notes            sentences about what the reader found
     """
 
     name: str
@@ -157,7 +158,7 @@ class GroupedTensor(CodedTensor):
         return 3 if self.ternary else 2**self.bits
 
     def dequantize(self, rows: slice = slice(None)) -> np.ndarray:
-        """The weights, float32 [out, in], or some of its rows: the reference for fidelity."""
+        """The weights, float32 [out, in], or those of a slice of `rows`."""
         out, columns = self.codes[rows].shape
         if self.sequential and columns == self.scales.shape[1] * self.group_size:  # the same products, group by group
             weights = self.codes[rows].astype(np.float32).reshape(out, -1, self.group_size)

@@ -55,18 +55,20 @@ def convert(
     """Convert a quantized checkpoint to a GGUF file, carrying its integer codes, or a GGUF to other types.
 
     checkpoint  a folder in Hugging Face layout, a Hub id to download (org/name, org/name@branch), a .pt, or a
-                GGUF; the plan's where a plan is given without one
-    out         the GGUF to write; default: the checkpoint's name and the type, in the current folder
-    progress    called with the bytes of the checkpoint that are done, of how many, and the tensor just written
+                GGUF; None: the checkpoint that `plan` names
+    out         the GGUF to write; None: the checkpoint's name and the type, in the current folder
+    progress    called with the bytes of the checkpoint that are done, with all its bytes, and with the name of the
+                tensor that was just written
     options     fields of `bridge.conversion.planning.options.ConvertOptions`, such as type="Q4_K",
                 template="model-f16.gguf", calibrate=Calibration("text.txt"),
                 budget=Budget(size=4_200_000_000), force=True
 
-    With `calibrate`, finished layers are stored in the folder `<out>.layers` until the GGUF is written: a second run
-    continues where an interrupted one stopped.
+    The GGUF appears under its name when the whole file is on disk. With `calibrate`, finished layers are stored in the
+    folder `<out>.layers` until then, and a second run continues where an interrupted one stopped.
 
-    Returns the Report; raises BridgeError for anything wrong with the input. Nothing appears under the final name
-    before the whole file is on disk.
+    Returns a `bridge.conversion.writing.report.Report` with the error of each tensor. Raises BridgeError where the
+    checkpoint is missing, damaged or of an unknown kind, where options contradict each other or do not fit it, where
+    `out` exists and `force` is not given, and where the disk is full.
     """
     return convert_as(checkpoint, out, ConvertOptions(**options), progress)
 

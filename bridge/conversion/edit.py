@@ -37,13 +37,19 @@ _AT_ONCE = 16 << 20  # bytes that are copied
 
 @dataclass(frozen=True)
 class Edited:
-    """What was changed: a line each; and the file that has it."""
+    """What `edit` changed.
+
+    path      the file that has the changes
+    changes   a line for each change
+    in_place  whether the file replaced the old one
+    """
 
     path: Path
     changes: list[str]
     in_place: bool
 
     def summary(self) -> str:
+        """The lines that the command prints."""
         return "\n".join([*self.changes, f"{'changed' if self.in_place else 'wrote'} {self.path}"])
 
 
@@ -61,17 +67,19 @@ def edit(
 ) -> Edited:
     """Change keys and names of a GGUF.
 
-    model          the GGUF; of several shards the one that has the key or tensor, keys being in the first
+    model          the GGUF; of several shards, the one that has the tensor, or the first for keys
     out            the file to write
-    metadata       values by key: of the type that the key has, or that llama.cpp reads it as
+    metadata       new values by key. A value keeps the type of its key, or gets the one that llama.cpp reads
     chat_template  a file with the chat template
-    rename         keys or tensors: old name -> new name
-    remove         keys
-    force          replace a file `out` that exists
-    in_place       replace `model` itself, in the place of `out`; the disk must hold both meanwhile
+    rename         new names by old name, of keys or tensors
+    remove         keys to remove
+    force          replace `out` if it exists
+    in_place       replace `model` itself instead of writing `out`; the disk must hold both files meanwhile
 
-    Raises BridgeError for a damaged file, a value of another type, a name that is not there or taken, and in place for
-    a link or a file with several names (hard links).
+    Tensor data is copied as it is.
+
+    Returns a `bridge.conversion.edit.Edited`. Raises BridgeError for a damaged file, a value of another type, a name
+    that is not there or taken, and in place for a link or a file with several names (hard links).
     """
     path = resolve_gguf(model)
     if (out is None) != in_place:

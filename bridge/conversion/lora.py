@@ -53,6 +53,8 @@ def convert_lora(
     template  the GGUF that `convert` was given for an architecture that is not known here
     force     whether a file of that name may be replaced
 
+    The file holds float32 a [r, in] and b [out, r] for each changed matrix, with y += alpha / r * b (a x).
+
     Returns the names of the tensors of the model that it changes. Raises BridgeError for an adapter that is damaged,
     of another model, or that llama.cpp cannot apply: DoRA, norms, biases, tied embeddings, and tokens that the base
     model does not have. `convert` merges these.

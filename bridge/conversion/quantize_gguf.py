@@ -28,23 +28,24 @@ def quantize_gguf(
     """Quantize a model to a GGUF with a calibration text, as `gguf-bridge quantize` does.
 
     source     a folder with config.json and float weights, a Hub id (org/name), or a GGUF
-    output     the GGUF to write; default: the model's name and the type, in the current folder
-    type       a block type or a llama.cpp preset for the layers, or F16, BF16 or F32, which need no text; "auto": Q4_K,
-               or with a budget the types that lose least; of a checkpoint with codes, those that hold them
-    calibrate  the text's file, or a `Calibration` with it and the method; default: a mixture of texts that comes with
-               this program
+    output     the GGUF to write; None: the model's name and the type, in the current folder
+    type       a block type or a llama.cpp mixture for the layers, or F16, BF16 or F32, which need no text. "auto":
+               Q4_K, or with a budget the types that lose least; for a checkpoint with codes, the types that hold them
+    calibrate  the file of the text, or a `bridge.quantize.settings.Calibration` with the text and the method; None: a
+               mixture of texts that comes with this program
     budget     the size that the file may have
-    modelfile  whether to write an Ollama Modelfile next to the GGUF
-    progress   called with the bytes of the model that are written, of how many, and the tensor, after the layers are
-               quantized; while they are, that of `calibrate` is called
-    save_as    where the caller will save the Report; checked before anything is computed
-    options    fields of `bridge.conversion.planning.options.PlanOptions` that say how the GGUF is written, such as
+    modelfile  write an Ollama Modelfile next to the GGUF
+    progress   called after the layers are quantized, with the bytes of the model that are written, with all its bytes,
+               and with the tensor's name; `Calibration.progress` is called before
+    save_as    the path where you will save the report; it is checked before anything is computed
+    options    fields of `bridge.conversion.planning.options.ConvertOptions` about how the GGUF is written, such as
                output_type="Q6_K", tensor_types={"ffn_down": "Q6_K"}, force=True
 
     Finished layers are stored in the folder `<output>.layers` until the GGUF is written: a second run continues where
     an interrupted one stopped.
 
-    Returns the Report; raises BridgeError for anything wrong with the input.
+    Returns a `bridge.conversion.writing.report.Report`. Raises BridgeError where the model or the text is missing,
+    damaged or of an unknown kind, where options contradict each other, and where `output` exists without `force`.
     """
     if calibrate is None:
         calibrate = Calibration() if needs_text(type) else None

@@ -37,16 +37,17 @@ def load(
     model_id_or_config: "str | Path | PretrainedConfig", gguf: str | Path | GGUFFile | None = None,
     precision: str = "int8", dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu",
 ) -> "LanguageModel":  # fmt: skip
-    """A transformers model for inference with a GGUF's weights, of any architecture that `bridge.models` knows.
+    """Make a transformers model for inference with a GGUF's packed weights.
 
     model_id_or_config  a repository on the Hub, a folder with config.json, or a transformers config; or the GGUF
-                        itself, whose metadata is made a config
-    precision           of activations in products: see QuantLinear
-    dtype               of everything between the products, but for what transformers keeps in float32
+                        itself, whose metadata becomes the config
+    gguf                the file, or an open one; None: the first argument is the GGUF
+    precision           "int8" rounds the inputs of products to 8 bits in blocks, as ggml does; "f32" does not
+    dtype               torch's dtype of activations between the products
     device              "cpu", "cuda", "cuda:1" ...; for a GPU, kernels are compiled
 
-    Raises:
-        BridgeError: there is no such config, the file is of another architecture or shape, or lacks a tensor.
+    Returns the model. Raises BridgeError where there is no such config, or the file is of another architecture or
+    shape, or lacks a tensor.
     """
     import transformers
 

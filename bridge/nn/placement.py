@@ -364,17 +364,18 @@ def _device(module: nn.Module) -> torch.device:
 def replace_linears(
     model: nn.Module, gguf: str | Path | GGUFFile, precision: str = "int8", prepare: bool = True
 ) -> nn.Module:
-    """Put a GGUF's weights into a transformers model of its architecture; returns it.
+    """Put a GGUF's weights into a transformers model of its architecture.
 
-    Linears, embeddings and experts become modules on the file's own blocks, all else keeps its kind and takes the
-    file's values. GGUF's llama keeps the rows of q and k in another order, which is undone on the products. Each
-    tensor goes to the device of what it replaces.
+    model      the model; each tensor goes to the device of what it replaces
+    gguf       the file, or an open one
+    precision  "int8" rounds the inputs of products to 8 bits in blocks, as ggml does; "f32" does not
+    prepare    repack the weights for this CPU now, and release the mapped pages of the file
 
-    precision  see QuantLinear
-    prepare    repack the weights for this CPU now: their mapped pages are released, so a model takes its file's size
+    Linears, embeddings and experts become modules on the file's own blocks. Everything else keeps its kind and takes
+    the file's values.
 
-    Raises:
-        BridgeError: the file holds another architecture, or shapes that the model does not have.
+    Returns the same model. Raises BridgeError where the file holds another architecture, or shapes that the model does
+    not have.
     """
     placement = Placement(model, gguf if isinstance(gguf, GGUFFile) else open_gguf(gguf), precision)
     floats = placement.floats()

@@ -11,12 +11,15 @@ from bridge.system.options import checked
 
 @checked
 def prepare(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
-    """Get a model's quantized modules ready to multiply, and return it.
+    """Get the quantized modules of a model ready to multiply.
 
-    On a GPU their kernels are compiled, in several processes; otherwise each first use of a shape takes seconds. On the
-    CPU the weights are repacked, as `QuantTensor.prepare` does, and the mapped pages of the file released.
+    model  a model with modules of `bridge.nn`
+    dtype  torch's dtype of the modules' inputs; None: that of the model's own parameters
 
-    dtype  torch's, of what the modules will be given; that of the model's own parameters unless it is named
+    On a GPU the kernels are compiled in several processes; otherwise the first use of each shape takes seconds. On the
+    CPU the weights are repacked, and the mapped pages of the file released.
+
+    Returns the same model. Raises BridgeError where a scale is not finite.
     """
     modules = [module for module in model.modules() if isinstance(module, Placed)]
     on_gpu = [module for module in modules if module.place.is_cuda]

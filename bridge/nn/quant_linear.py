@@ -63,12 +63,15 @@ class Placed(nn.Module):
 
 
 class QuantLinear(Placed):
-    """y = W x + bias with W [out, in] a QuantTensor. The gradient of x takes a product with the dequantized weights.
+    """A torch module y = W x + bias with W [out, in] a QuantTensor. Gradients pass to x, and W has none.
 
-    tensor     or another with its methods: a TrellisLayer, whose x is never rounded, and both on a GPU
-    order      int64 [out]: output i is row order[i] of the tensor, None for the tensor's own order
-    columns    int64 [in]: column j of the tensor multiplies element columns[j] of x, None for x's own order
-    precision  "f32", or "int8" to round x to 8 bits in blocks, as ggml does
+    tensor     a QuantTensor, a TrellisLayer, or one of these on a GPU
+    bias       float32 [out], or None
+    order      int64 [out]: output i is row order[i] of the tensor; None: the tensor's own order
+    columns    int64 [in]: column j of the tensor multiplies element columns[j] of x; None: x's own order
+    precision  "int8" rounds x to 8 bits in blocks, as ggml does; "f32" does not. A TrellisLayer never rounds x
+
+    x is [..., in] of any float type, y [..., out] of the same type. Raises BridgeError where x does not fit.
     """
 
     weight: torch.Tensor  # without values: models ask for its dtype

@@ -18,13 +18,16 @@ _PADDED = 128  # EXL3's sides may be padded to multiples of it
 def replace_trellis(
     model: nn.Module, checkpoint: str | Path | Checkpoint, device: str | torch.device = "cpu"
 ) -> nn.Module:
-    """Put a checkpoint's trellis-coded linears into a transformers model of its architecture; returns it.
+    """Put the trellis-coded linears of a checkpoint into a transformers model of its architecture.
 
-    What the checkpoint stores as floats (embeddings, norms, linears that were skipped) is put in too.
+    model       the model
+    checkpoint  a folder of QTIP or EXL3, or an open checkpoint
+    device      where the codes go, "cpu" or "cuda"; model.to(device) moves everything there
 
-    device  of the codes, "cpu" or "cuda"; model.to(device) takes everything there
+    Embeddings, norms and linears that the checkpoint stores as floats are put in too.
 
-    Raises BridgeError where the model has no such module or another shape, or the checkpoint no trellis codes.
+    Returns the same model. Raises BridgeError where the model has no such module or another shape, or the checkpoint no
+    trellis codes.
     """
     if not isinstance(checkpoint, Checkpoint):
         with open_checkpoint(checkpoint) as opened:

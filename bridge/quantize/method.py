@@ -36,7 +36,18 @@ ACT_ORDERS = ("none", "free", "static", "fixed")
 
 @dataclass(frozen=True)
 class Quantized:
-    """A layer's codes on its grid, columns in the grid's layout."""
+    """A quantized layer.
+
+    name     of the layer in its module
+    grid     the values that codes stand for: scales and zero points of groups, or GGUF blocks
+    codes    int16 [rows, columns], columns in the order of `layout`
+    layout   int [columns], the columns in the grid's order; None: unchanged
+    error    tr(E H E^T) / tr(W H W^T) of a sample of rows: lost power of the layer's outputs
+    damping  the fraction that was added to the diagonal of H; infinity: rounded to nearest
+    seconds  wall time, without compiling
+    nearest  the error of some of these rows, rounded to nearest
+    alone    whether each weight was rounded by itself, because that fits held-back tokens better
+    """
 
     name: str
     grid: GroupGrid | SuperblockGrid | PlainGrid | CodebookGrid = field(repr=False)
@@ -54,13 +65,16 @@ class Quantized:
         return values if self.layout is None else values[:, np.argsort(self.layout)]
 
     def tensor(self, bias: np.ndarray | None = None) -> GroupedTensor:
-        """The layer as a checkpoint stores it; group grids only."""
+        """The layer as a checkpoint stores it, with a float32 `bias` [rows].
+
+        Raises BridgeError if the codes are on a GGUF type's blocks.
+        """
         if not isinstance(self.grid, GroupGrid):
             raise BridgeError(f"{self.name}: a checkpoint cannot hold {self.grid.block} blocks; quantize to groups")
         return self.grid.tensor(self.name, self.codes, self.layout, bias)
 
     def blocks(self) -> np.ndarray:
-        """The layer as a GGUF stores it, uint8 [rows, row bytes]; not of groups."""
+        """The layer as a GGUF stores it, uint8 [rows, row bytes]. Raises BridgeError if the codes are in groups."""
         if isinstance(self.grid, GroupGrid):
             raise BridgeError(f"{self.name}: groups are not GGUF blocks; write a checkpoint and convert it")
         return self.grid.pack(self.codes)

@@ -27,11 +27,15 @@ METHODS = ("two-sided", "gptaq", "gptq", "imatrix", "awq", "rtn")
 
 @dataclass(frozen=True)
 class Calibration:
-    """How layers are quantized with a text; see the help of each field.
+    """The text and the method that layers are quantized with.
 
-    progress  called after each layer with the number done, the number of all, and the layer's name and error
+    progress  called after each layer with the number done, the number of layers, and the layer's name and error
     spread    the cluster that quantizes, a `bridge.quantize.spread.Spread`; None: this process
-    say       called with lines for people: what the run needs, before it begins, and how each block went
+    say       called with lines for people: the memory that the run needs, and the result of each block
+
+    Sources: GPTQ (Frantar et al. 2022, arXiv:2210.17323), AWQ (Lin et al. 2023, arXiv:2306.00978), GPTAQ (Li et al.
+    2025, arXiv:2504.02692); two-sided uses the output Hessian of YAQA (Tseng et al. 2025, arXiv:2505.22988).
+    Raises BridgeError for values out of range, options that contradict each other, and a missing torch or transformers.
     """
 
     text: Path | str | Iterable[Path | str] | None = option(

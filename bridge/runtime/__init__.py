@@ -28,7 +28,10 @@ def get_num_threads() -> int:
 
 
 def set_num_threads(threads: int) -> None:
-    """Use that many threads from the next product on."""
+    """Use so many `threads` of the CPU from the next product on, in the whole process.
+
+    Raises BridgeError for less than one.
+    """
     from bridge.system.threads import pool
 
     pool.set_num_threads(threads)
@@ -42,7 +45,9 @@ def get_numa() -> str | None:
 
 
 def set_numa(how: str) -> None:
-    """Place threads on NUMA nodes from the next product on: "distribute" or "isolate", as llama.cpp's --numa.
+    """Place threads on NUMA nodes from the next product on.
+
+    how  "distribute" or "isolate", as llama.cpp's --numa
 
     Copies of weights that were made before stay where they are. Raises BridgeError where the system is not Linux.
     """

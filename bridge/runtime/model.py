@@ -53,13 +53,24 @@ _LONGEST_CONTEXT = 1 << 24  # tokens, more than any model was trained for
 
 
 class Model(Vectors):
-    """A GGUF ready to run; `Model.load` makes one."""
+    """A language model, embedding model or reranker of a GGUF; `Model.load` makes one.
+
+    path       the GGUF
+    config     sizes of the model, from the metadata
+    context    number of tokens that prompt and reply may have together
+    tokenizer  text to token ids and back
+    timing     number of tokens and seconds of the last generation
+
+    A model serves one caller at a time. Each call of `generate`, `chat` or `logits` takes the context: an unfinished
+    generation then raises BridgeError when it is asked for more. Tokens at the start of a prompt that equal those of
+    the call before are not computed again.
+    """
 
     path: Path
     config: DecoderConfig
-    context: int  # tokens that prompt and reply may have together
+    context: int
     tokenizer: Tokenizer
-    timing: Timing  # of the last generation
+    timing: Timing
 
     def __init__(self, file: GGUFFile, kv: str, context: int | None, precision: str, device: str = "cpu"):
         self.path = file.path
@@ -84,24 +95,25 @@ class Model(Vectors):
         precision: str = "int8", device: "str | torch.device" = "cpu", load: str = "mmap",
         lora: str | Path | None = None, config: str | Path | None = None, numa: str | None = None,
     ) -> Self:  # fmt: skip
-        """Open a GGUF of an architecture that `architectures.ARCHITECTURES` names.
+        """Open a GGUF.
 
-        threads    of the CPU, for the whole process (default: BRIDGE_THREADS, else its cores)
-        kv         how keys and values are kept: "f16", "q8_0" or "f32"
-        context    tokens that prompt and reply may have together (default: the model's own, at most 4096)
+        path       a GGUF; for `bridge.Model` also a Hub id that has one, or a checkpoint, which is converted into the
+                   cache first
+        threads    threads of the CPU, for the whole process; None: BRIDGE_THREADS, else one per core
+        kv         dtype of the cache of keys and values: "f16", "q8_0" or "f32"
+        context    number of tokens that prompt and reply may have together; None: the model's own, at most 4096
         precision  "int8" rounds activations to 8 bits in blocks, as ggml does; "f32" does not
-        device     "cpu", "cuda", "cuda:1" ..., or "auto": CUDA where it can be used, else `note` says why not;
-                   or torch's device. All but "cpu" start CUDA, which children that are forked later cannot use then
+        device     "cpu", "cuda", "cuda:1" ... or torch's device; "auto": CUDA where it can be used, otherwise the CPU,
+                   and `note` has the reason
         load       "mmap", or "memory" for a file that others may truncate or overwrite meanwhile; see `open_gguf`
-        lora       the GGUF of an adapter that is added to the weights, as `convert_lora` and llama.cpp write it; on
-                   the CPU, and not to experts or to embeddings that are also the head
-        config     of a checkpoint, which `bridge.Model` loads: see there
-        numa       "distribute" or "isolate", for the whole process: where threads run on a machine with several NUMA
-                   nodes (default: BRIDGE_NUMA, else where the system likes); see docs/commands.md
+        lora       the GGUF of an adapter to add to the weights, as `convert_lora` and llama.cpp write it; on the CPU,
+                   and not to experts or to embeddings that are also the head
+        config     folder with the config.json and tokenizer of a bare .pt, for `bridge.Model`
+        numa       "distribute" or "isolate": where threads run on a machine with several NUMA nodes, for the whole
+                   process; None: BRIDGE_NUMA, else the system decides
 
-        Raises:
-            BridgeError: no such file, a damaged one, an architecture or a tokenizer that is unknown here; a device
-                that is missing or has too little memory; an adapter of another model.
+        Returns the model. Raises BridgeError where the file is missing, damaged or of an unknown architecture or
+        tokenizer, where the device is missing or has too little memory, and for an adapter of another model.
         """
         check_precision(precision)
         if context is not None:
@@ -127,12 +139,12 @@ class Model(Vectors):
 
     @property
     def device(self) -> str:
-        """Where it runs: "cpu" or, for instance, "cuda:0"."""
+        """Where the model runs: "cpu", "cuda:0" ..."""
         return self._shared.device
 
     @property
     def note(self) -> str | None:
-        """Why device "auto" is the CPU; None where another was asked for, or CUDA is used."""
+        """Why device "auto" chose the CPU; None if it did not."""
         return self._shared.note
 
     @property
@@ -170,7 +182,7 @@ class Model(Vectors):
 
     @property
     def vocab(self) -> int:
-        """Number of token ids that it knows, with those that the tokenizer does not use."""
+        """Number of rows of the embeddings, and of logits: the tokenizer may use fewer."""
         return int(self._decoder.vocab)
 
     @property
@@ -195,12 +207,21 @@ class Model(Vectors):
         return ReplyForm(self._template.text or "", self._template.call_format, self.tokenizer)
 
     def prepare(self) -> Self:
-        """Repack the weights now rather than with the first token, or on a GPU upload and compile; returns self."""
+        """Repack the weights now instead of with the first token; on a GPU, upload them and compile the kernels.
+
+        Returns the model itself. Raises BridgeError where a scale is not finite, or memory does not suffice.
+        """
         self._shared.prepare()
         return self
 
     def logits(self, tokens: Sequence[int], last: int | None = None) -> np.ndarray:
-        """float32 [tokens, vocab]: what follows each position (of the `last` ones only), from an empty context."""
+        """The logits after each token of a text, from an empty context.
+
+        tokens  token ids [n]
+        last    return only so many rows, for the last tokens; None: all
+
+        Returns float32 [n, vocab], or [last, vocab]. Raises BridgeError where the tokens do not fit the context.
+        """
         self.check_continues()
         ids = self.checked_ids(tokens)
         if last is not None:
@@ -209,9 +230,13 @@ class Model(Vectors):
             return decoder.scores(ids, len(ids) if last is None else min(last, len(ids)))
 
     def loglikelihood(self, context: str, continuation: str) -> tuple[float, bool]:
-        """The log-probability that a continuation follows a context, and whether it is the most likely one.
+        """How likely `continuation` is after `context`.
 
-        The two are cut into tokens as one text; the continuation's are those after as many as the context has alone.
+        Both are cut into tokens as one text. The tokens of the continuation are those after as many as the context has
+        alone.
+
+        Returns the natural logarithm of the probability, and whether each token is the most likely one in its place.
+        Raises BridgeError where one of the two has no tokens, or both do not fit the context.
         """
         start = len(self.tokenizer.encode(context))
         tokens = self.tokenizer.encode(context + continuation)
@@ -225,7 +250,10 @@ class Model(Vectors):
     def score_continuations(
         self, context: Sequence[int], continuations: Sequence[Sequence[int]]
     ) -> list[tuple[float, bool]]:
-        """As `loglikelihood`, for several continuations of one context, in token ids; the context is read once.
+        """As `loglikelihood`, for several continuations of one context, which is read once.
+
+        context        token ids [n]
+        continuations  token ids of each
 
         Raises BridgeError where one of them is empty, or does not fit.
         """
@@ -238,9 +266,13 @@ class Model(Vectors):
             return continuation_scores(decoder, list(context), [list(c) for c in continuations])
 
     def logprobs(self, text: str | Sequence[int], top: int = 0) -> list[ScoredToken]:
-        """The log-probability of each token of a text, given those before it, and of the `top` most likely ones.
+        """How likely each token of a text is after the tokens before it.
 
-        The first token has none, so it is not part of the list: it is BOS where the file asks for it.
+        text  a text or token ids
+        top   number of the most likely tokens to list for each place
+
+        Returns a `bridge.runtime.replies.generation.ScoredToken` for each token but the first, which has none before
+        it. Raises BridgeError where the text does not fit the context.
         """
         check_integer("top", top, 0)
         self.check_continues()
@@ -259,22 +291,21 @@ class Model(Vectors):
         self, prompt: str | Sequence[int], max_tokens: int = 256, stop: str | Sequence[str] | None = (),
         draft: "str | Path | Model | None" = None, **sampling: Unpack[ReplyKeywords],
     ) -> Iterator[str]:  # fmt: skip
-        """Continue a text, piece by piece as tokens come; pieces are whole characters.
+        """Continue a text.
 
-        prompt    a text (BOS is added where the file asks for it) or token ids
-        stop      texts that end the reply and are not part of it, besides the model's own end tokens
-        draft     what guesses tokens, which are then checked several at a time: the reply is the same, and comes sooner
-                  where guesses are right. "ngram": what followed the last tokens when they last came; "mtp": what the
-                  file's own layer for that predicts; a path: a drafter's GGUF (EAGLE-3, DFlash, Gemma 4's assistant),
-                  on the CPU; or another Model of the same vocabulary, whose context is taken.
-                  See `bridge.runtime.replies.speculation`
-        sampling  fields of `bridge.runtime.sampling.Sampling`: temperature (0: always the most likely token), top_k,
-                  top_p, min_p, seed, repeat_penalty, repeat_last_n, frequency_penalty, presence_penalty, logit_bias
-                  ({token id: number added to its logit});
-                  and `schema`, a JSON schema (a dict or its text) that the reply fits, or `regex`, an expression that
-                  all of it matches: see `bridge.runtime.constraint.Constraint`
+        prompt      a text, before which BOS is added where the file asks for it, or token ids
+        max_tokens  the most tokens of the reply
+        stop        texts that end the reply and are not part of it, besides the model's own end tokens
+        draft       what guesses tokens, which are then checked several at a time. The reply stays the same, and comes
+                    sooner where guesses are right. "ngram": the tokens that followed the last ones before; "mtp": the
+                    file's layer that predicts further tokens; a path: the GGUF of a drafter (EAGLE-3, DFlash, Gemma 4's
+                    assistant), on the CPU; or another Model of the same vocabulary
+        sampling    fields of `bridge.runtime.sampling.Sampling`, such as temperature=0 for the most likely token; and
+                    schema, a JSON schema (a dict or its text) that the reply fits, or regex, a regular expression (in
+                    Rust's syntax, without look-around) that the whole reply matches
 
-        Raises BridgeError, before anything is computed, if the prompt does not fit.
+        Returns an iterator of pieces of text, which are whole characters. Raises BridgeError, before anything is
+        computed, where the prompt does not fit the context, an option is out of range or a schema cannot be followed.
         """
         tokens = self._started(prompt, max_tokens, Sampler.of(self.tokenizer, **sampling), draft)
         return until(self.tokenizer.stream(tokens), stop_texts(stop))
@@ -284,7 +315,12 @@ class Model(Vectors):
         self, prompt: str | Sequence[int], max_tokens: int = 256, draft: "str | Path | Model | None" = None,
         **sampling: Unpack[ReplyKeywords],
     ) -> Iterator[int]:  # fmt: skip
-        """As `generate`, in token ids; without the end token."""
+        """As `generate`, in token ids and without stop texts.
+
+        prompt, max_tokens, draft, sampling   as in `generate`
+
+        Returns an iterator of token ids, without the end token. Raises BridgeError as `generate` does.
+        """
         return self._started(prompt, max_tokens, Sampler.of(self.tokenizer, **sampling), draft)
 
     @checked
@@ -293,9 +329,13 @@ class Model(Vectors):
         stop: str | Sequence[str] | None = (), draft: "str | Path | Model | None" = None,
         **sampling: Unpack[ReplyKeywords],
     ) -> Iterator[ScoredToken]:  # fmt: skip
-        """As `generate`, token by token with the log-probability of each, and of the `logprobs` most likely ones.
+        """As `generate`, token by token with probabilities.
 
-        They are the model's own, before biases, penalties, temperature and what else the sampler does.
+        prompt, max_tokens, stop, draft, sampling   as in `generate`
+        logprobs  number of the most likely tokens to list for each place
+
+        Returns an iterator of `bridge.runtime.replies.generation.ScoredToken`. Probabilities are the model's own,
+        before biases, penalties and temperature. Raises BridgeError as `generate` does.
         """
         sampler = Sampler.of(self.tokenizer, logprobs, **sampling)
         return scored(self.tokenizer, self._started(prompt, max_tokens, sampler, draft), sampler, stop_texts(stop))
@@ -306,16 +346,18 @@ class Model(Vectors):
         stop: str | Sequence[str] | None = (), stops: Sequence[str | Sequence[str] | None] | None = None,
         **sampling: Unpack[ReplyKeywords],
     ) -> list[str]:  # fmt: skip
-        """The replies to several prompts, made together: up to 8 sequences go through the weights at once.
+        """Reply to several prompts: up to 8 sequences share each pass over the weights. On the CPU only.
 
-        max_tokens  of every reply, or of each
-        stop        texts that end any of them
-        stops       further ones for each
-        sampling    as in `generate`; each sequence draws as it would by itself, with the same seed
+        prompts     texts or token ids
+        max_tokens  the most tokens of each reply: a number for all, or one for each
+        stop        texts that end any of the replies
+        stops       further texts for each reply
+        sampling    as in `generate`; each sequence draws as it would by itself with the same seed
 
-        The model's own context stays as it is; the others take as much memory each while they last. On the CPU alone.
+        Each sequence takes as much memory as a context of the model while it lasts.
 
-        Raises BridgeError, before anything is computed, where a prompt does not fit.
+        Returns the replies in the order of the prompts. Raises BridgeError, before anything is computed, where a prompt
+        does not fit the context, and on a GPU.
         """
         if isinstance(prompts, str | bytes):
             raise BridgeError(f"prompts is a {type(prompts).__name__}; must be a list of texts or token ids")
@@ -339,13 +381,15 @@ class Model(Vectors):
 
     @checked
     def batch(self, sequences: int = MAX_BATCH, draft: str | Path | None = None) -> Batch:
-        """Several sequences that are made together, and may be added and cancelled at any time; see `Batch`.
+        """Make several sequences together, which may be added and cancelled at any time. On the CPU only.
 
-        sequences  contexts, at most 8; further sequences wait until one is free
-        draft      "ngram", "mtp" or a drafter's GGUF: guess tokens as in `generate`, while no more than 4 sequences are
-                   made at once
+        sequences  number of contexts, at most 8; further sequences wait until one is free
+        draft      "ngram", "mtp" or the GGUF of a drafter, which guesses tokens as in `generate` while at most 4
+                   sequences are made at once
 
-        The model's own context stays as it is; each of these takes as much memory. On the CPU alone.
+        Each context takes as much memory as that of the model.
+
+        Returns a `bridge.runtime.replies.batch.Batch`. Raises BridgeError on a GPU.
         """
         _ = self._decoder.vocab  # raises if the model is closed
         if not isinstance(self._decoder, Decoder):  # before it loads anything
@@ -361,12 +405,15 @@ class Model(Vectors):
         template_options: Mapping[str, Any] | None = None, stop: str | Sequence[str] | None = (),
         draft: "str | Path | Model | None" = None, **sampling: Unpack[ReplyKeywords],
     ) -> Iterator[str]:  # fmt: skip
-        """The model's reply to [{"role": "user", "content": ...}, ...], by the file's own chat template.
+        """Reply in a conversation, by the file's own chat template.
 
-        template_options        as in `chat_tokens`
+        messages          [{"role": "user", "content": "..."}, ...]
+        max_tokens        the most tokens of the reply
+        template_options  as in `chat_tokens`
         stop, draft, sampling   as in `generate`
 
-        Its own replies are not read again, even if it chose other tokens than the tokenizer would.
+        Returns an iterator of pieces of text. Raises BridgeError as `generate` does, and where the file has no chat
+        template or the template fails.
         """
         tokens = self.chat_tokens(messages, template_options)
         with self._shared.lock:
@@ -379,10 +426,12 @@ class Model(Vectors):
     ) -> list[int]:  # fmt: skip
         """A conversation as token ids, up to where the reply begins.
 
+        messages          [{"role": "user", "content": "..."}, ...]
         template_options  further variables of the chat template: "tools" and "documents" (lists of objects, as in the
-                          OpenAI API), "enable_thinking" and what else the template asks for. Tools take the file's
-                          template for them where it has one
-        most              of a conversation of more tokens than that, a beginning that is longer is enough
+                          OpenAI API), "enable_thinking" and others that the template reads
+        most              stop cutting the text into tokens once there are more than this
+
+        Raises BridgeError where the file has no chat template or the template fails.
         """
         self.check_continues()
         return self._template.tokens(self.tokenizer, messages, template_options, most)
@@ -390,7 +439,7 @@ class Model(Vectors):
     def chat_text(
         self, messages: Sequence[Mapping[str, Any]], template_options: Mapping[str, Any] | None = None
     ) -> str:
-        """A conversation as the text that `chat_tokens` makes tokens of."""
+        """A conversation as text: what `chat_tokens` cuts into tokens, of the same `messages`, `template_options`."""
         return self._template.render(self.tokenizer, messages, template_options)
 
     def checked_ids(self, tokens: Sequence[int], max_tokens: int = 0) -> list[int]:

@@ -28,6 +28,9 @@ from bridge.system.operands import (
 )
 
 if TYPE_CHECKING:
+    import torch
+    from numpy.typing import ArrayLike, DTypeLike
+
     from bridge.runtime.cpu.engines.portable import Engine
     from bridge.system.kernels.jit import CFunction
 
@@ -35,11 +38,16 @@ _TILE = 1 << 22  # weights dequantized at a time
 
 
 class QuantTensor(Product):
-    """One tensor: `name`, `type` as gguf spells it, `shape` slowest first ([out, in]), `raw` uint8 bytes.
+    """A tensor of a GGUF, which multiplies without being dequantized.
 
-    `factors`, where there are any, multiply the whole of it, or each of its matrices: NVFP4 has them.
-    `change`, where there is one, is added to a matrix: b a for float32 a [r, in] and b [out, r] of an adapter (LoRA);
-    of stacks, to each matrix.
+    name     in the file
+    type     as gguf spells it: "Q4_K"
+    shape    slowest dimension first: [out, in], or [experts, out, in]
+    raw      uint8 [bytes], mapped from the file
+    factors  float32 [1] or [experts], which multiply the whole tensor or each matrix (NVFP4); or None
+    change   of an adapter (LoRA), added to the matrix as b a: float32 a [r, in] and b [out, r]; or None
+
+    W @ x and x @ W.T are products too. Raises BridgeError where `raw` does not fit `type` and `shape`.
     """
 
     def __init__(self, name: str, type: str, shape: tuple[int, ...], raw: np.ndarray):
@@ -68,7 +76,7 @@ class QuantTensor(Product):
 
     @property
     def bpw(self) -> float:
-        """Bits per weight."""
+        """Bits per weight in the file."""
         return 8 * self.nbytes / max(1, math.prod(self.shape))
 
     @property
@@ -78,7 +86,7 @@ class QuantTensor(Product):
 
     @property
     def kernel(self) -> str:
-        """The kernel that the next product runs, for instance "avx512/q4_k, 16 rows interleaved"."""
+        """The name of the kernel that the next product runs: "avx512/q4_k, 16 rows interleaved"."""
         return self._get_engine().name
 
     @property
@@ -117,7 +125,7 @@ class QuantTensor(Product):
         return matrix
 
     def slice_rows(self, first: int, stop: int) -> QuantTensor:
-        """Rows of a matrix as a tensor of their own, not copied."""
+        """Rows `first` to `stop` - 1 of a matrix as a tensor [stop - first, in] that shares the bytes."""
         raw = self.raw.reshape(self.shape[0], -1)[first:stop].reshape(-1)
         part = QuantTensor(f"{self.name}[{first}:{stop}]", self.type, (stop - first, self.shape[1]), raw)
         part.factors = self.factors
@@ -128,17 +136,24 @@ class QuantTensor(Product):
     # products
 
     def matvec(self, x: Array, out: Array | None = None, precision: str = "int8") -> Array:
-        """y = W x for x [in], numpy or torch, float32 (float16, bfloat16 and float64 are converted); y float32 [out].
+        """y = W x.
 
-        "int8" rounds x to 8 bits in blocks of 32 or 256, as ggml does; "f32" does not. `out`, where given, is a
-        contiguous float32 [out] of x's kind. Raises BridgeError where x does not fit or a scale is not finite.
+        x          float32 [in], numpy or torch on the CPU; other floats are converted
+        out        a contiguous float32 [out] of x's kind to write y to; None: a new one
+        precision  "int8" rounds x to 8 bits in blocks of 32 or 256, as ggml does; "f32" does not
+
+        Returns float32 [out] of x's kind. Raises BridgeError where x or `out` does not fit, or a scale is not finite.
         """
         return self._product(x, out, precision, 1)
 
     def matmul(self, x: Array, out: Array | None = None, precision: str = "int8") -> Array:
-        """Y = X W^T for X [tokens, in]: Y float32 [tokens, out]. Otherwise as `matvec`.
+        """Y = X W^T.
 
-        Without `out`, X may have more dimensions, [batch, tokens, in].
+        x          float32 [tokens, in], or without `out` also [batch, tokens, in]
+        out        a contiguous float32 [tokens, out] to write Y to; None: a new one
+        precision  as in `matvec`
+
+        Returns float32 [tokens, out] of x's kind. Raises BridgeError as `matvec` does.
         """
         if out is None and getattr(x, "ndim", 2) > 2 and x.shape[-1] == self.shape[-1]:
             return self._product(x.reshape(-1, x.shape[-1]), None, precision, 2).reshape(*x.shape[:-1], self.shape[0])
@@ -221,8 +236,8 @@ class QuantTensor(Product):
 
     # weights
 
-    def dequantize(self, dtype: Any = None) -> np.ndarray:
-        """The weights as floats of a type, by default float32, in the tensor's shape."""
+    def dequantize(self, dtype: DTypeLike | None = None) -> np.ndarray:
+        """The weights as floats in the tensor's shape; `dtype`: numpy's, float32 if None."""
         from bridge.runtime.cpu.engines import dequantize
 
         out = np.empty(self.shape, dtype or np.float32)
@@ -238,8 +253,11 @@ class QuantTensor(Product):
             out += (b @ a).astype(out.dtype)
         return out
 
-    def rows(self, indices: Any) -> np.ndarray:
-        """Rows of a matrix (an embedding look-up) for integer indices [n]: float32 [n, in]."""
+    def rows(self, indices: ArrayLike) -> np.ndarray:
+        """Rows of a matrix, such as embeddings: float32 [n, in] for integer `indices` [n].
+
+        Raises BridgeError where the tensor is no matrix, or an index is out of range.
+        """
         from bridge.runtime.cpu.engines import dequantize
 
         check_matrix(self)
@@ -257,11 +275,12 @@ class QuantTensor(Product):
     # placement
 
     def prepare(self, release: bool = False) -> QuantTensor:
-        """Repack a copy for the fastest kernel of this machine, once; returns self.
+        """Repack a copy for the fastest kernel of this machine, once; returns the tensor itself.
 
-        Takes as many bytes again as the file's; the mapped ones are no longer read except by `rows` and
-        `dequantize`. With `release`, their pages are released as they are copied, as `release_raw` does, so that both
-        are never in memory together. Raises BridgeError where a scale is not finite.
+        release  release the mapped pages of the file while they are copied, so that both are never in memory together
+
+        The copy takes as many bytes as the file's; `rows` and `dequantize` still read the file. Raises BridgeError
+        where a scale is not finite.
         """
         if not self._prepared:
             from bridge.runtime.cpu.engines import engine
@@ -274,7 +293,7 @@ class QuantTensor(Product):
         return self
 
     def unprepare(self) -> None:
-        """Give back what `prepare` took, where no product runs here any more."""
+        """Drop the copy that `prepare` made."""
         self._engine, self._prepared = None, False
 
     def release_raw(self) -> None:
@@ -296,10 +315,11 @@ class QuantTensor(Product):
         if end > begin:
             mapped.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
-    def to(self, device: Any) -> Any:
-        """The tensor on another device, by name or as torch's: "cpu" is where it is, "cuda" makes a CudaTensor.
+    def to(self, device: str | torch.device) -> Any:
+        """The tensor on a `device`: "cpu" returns it as it is, "cuda" or "cuda:1" a CudaTensor on that GPU.
 
-        There is one per GPU, as long as it is referenced: a tied head and embedding share it.
+        A CudaTensor has the same methods, for torch tensors on the GPU. There is one for each GPU as long as it is in
+        use. Raises BridgeError where the device is missing.
         """
         device = str(device)
         if device == "cpu":

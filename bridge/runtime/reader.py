@@ -19,14 +19,13 @@ class MissingTensor(BridgeError, KeyError):
 
 
 class GGUFFile(Mapping[str, QuantTensor]):
-    """An open GGUF, all shards of it: a mapping of tensor names, in the file's order, to QuantTensors.
+    """An open GGUF with all its shards: a mapping from tensor names, in the file's order, to `QuantTensor`s.
 
     path      as it was given
-    metadata  of the first shard, which has it all
-    tensors   the mapping as a dict
+    metadata  a mapping of the metadata keys to their values
+    tensors   the tensors as a dict
 
-    `file[name]` raises MissingTensor, a BridgeError, for an unknown name. A closed file has no tensors. Two files are
-    equal only if they are the same object.
+    `file[name]` raises MissingTensor, a BridgeError, for an unknown name. A closed file has no tensors.
     """
 
     path: Path
@@ -94,11 +93,13 @@ class GGUFFile(Mapping[str, QuantTensor]):
 
 @checked
 def open_gguf(path: str | Path, load: str = "mmap") -> GGUFFile:
-    """Open a GGUF file, or all shards of one, any of which may be named.
+    """Open a GGUF, with all its shards.
 
+    path  the file, or any of its shards
     load  "mmap" maps the files: pages are read when they are used, and the process ends with SIGBUS if a file is
-          truncated meanwhile; "memory" reads them whole now, which takes as much memory
+          truncated meanwhile. "memory" reads the whole files now
 
-    Raises BridgeError if a file is missing, truncated, damaged or of an unknown version.
+    Returns a `bridge.runtime.reader.GGUFFile`. Raises BridgeError if a file is missing, truncated, damaged or of an
+    unknown version.
     """
     return GGUFFile(path, load)

@@ -41,7 +41,11 @@ def _id_and_bias(text: str) -> tuple[int, float]:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn: the defaults, in Python and on the command line, are llama.cpp's."""
+    """How the next token is drawn. The defaults are llama.cpp's.
+
+    Steps come in llama.cpp's order: biases, penalties, top_k, top_p, min_p, temperature, draw. Raises BridgeError for
+    values out of range.
+    """
 
     temperature: float = option(
         0.8, "divisor of the logits before the draw; 0: always the most likely token", flag="--temp --temperature",

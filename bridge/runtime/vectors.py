@@ -40,11 +40,13 @@ class Vectors(ABC):
     def embed(
         self, texts: str | Sequence[str | Sequence[int]], pooling: str | None = None, normalize: bool = True
     ) -> np.ndarray:
-        """float32 [texts, hidden]: a vector for each text (or its token ids), of its tokens' last hidden states.
+        """Make a vector of each text, from the last hidden states of its tokens.
 
-        pooling    "mean" of all tokens, the first one's ("cls") or the "last" one's; None: as the file says, which has
-                   it of the model's training, or else the mean
-        normalize  whether vectors have length 1, so that products of them are cosines
+        texts      a text, or several, each a text or token ids
+        pooling    "mean" of all tokens, "cls" (the first one) or "last"; None: as the file says, else the mean
+        normalize  give vectors length 1, so that products of them are cosines
+
+        Returns float32 [texts, hidden]. Raises BridgeError where a text does not fit the context.
         """
         if not isinstance(texts, Iterable):
             raise BridgeError(f"texts is a {type(texts).__name__}; must be a text or a list of texts")
@@ -85,9 +87,10 @@ class Vectors(ABC):
         return Ranker(self.file, self.config, self.tokenizer)
 
     def rerank(self, query: str, documents: Sequence[str]) -> np.ndarray:
-        """float32 [documents]: how well each answers a query, by the head of a reranker; larger is better.
+        """Score `documents`, a list of texts, by how well each answers the text `query`. The file must be a reranker.
 
-        Raises BridgeError where the file has no such head, or a query and a document do not fit the context.
+        Returns float32 [documents]; larger is better. Raises BridgeError where the file has no such head, or a query
+        and a document do not fit the context.
         """
         if isinstance(documents, str) or not isinstance(documents, Iterable):
             raise BridgeError(f"documents is a {type(documents).__name__}; must be a list of texts")

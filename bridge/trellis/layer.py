@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,23 +19,30 @@ from bridge.trellis.codebooks import BitshiftCodebook
 from bridge.trellis.hadamard import Rotation
 from bridge.trellis.streams import TILE
 
+if TYPE_CHECKING:
+    import torch
+    from numpy.typing import ArrayLike
+
 _MANY = 64  # tokens from which decoding strips of the matrix once is less work than decoding it for every four
 _STRIP = 1 << 22  # weights decoded at a time then
 
 
 @dataclass(eq=False)
 class TrellisLayer:
-    """y = W x with W [out, in] in trellis codes.
+    """A linear layer y = W x with W [out, in] in the trellis codes of QTIP or EXL3.
 
-    name       for messages
-    words      uint16 [tile rows, tile columns, n] as `streams` has them; rows are output features
+    name       of the module, for messages
+    words      uint16 [tile rows, tile columns, n], the bit streams; rows are output features
     step       bits from one state to the next
     book       the codebook
     positions  where the weights of a tile go
-    tile       its rows and columns
-    su, sv     float32 [padded in], [padded out]
-    rotations  of the input and the output side, or None where there are none
+    tile       rows and columns of a tile
+    su, sv     float32 [padded in], [padded out], factors of the inputs and outputs
+    rotations  Hadamard transforms of the input and the output side, or None
     shape      (out, in) without padding
+    bias       float32 [out], or None; products do not add it
+
+    Source: Tseng et al. 2024 (QTIP, arXiv:2406.11235).
     """
 
     name: str
@@ -107,14 +114,17 @@ class TrellisLayer:
         w *= self.su[None, :columns]
         return np.ascontiguousarray(w)
 
-    def rows(self, indices: Any) -> np.ndarray:
-        """float32 [n, in]: rows of W for integer indices [n]; computes all of W."""
+    def rows(self, indices: ArrayLike) -> np.ndarray:
+        """Rows of W, float32 [n, in], for integer `indices` [n]; computes all of W."""
         chosen = np.atleast_1d(np.asarray(indices))
         check_indices(self, chosen, chosen.dtype.kind in "iu")
         return self.dequantize()[chosen]
 
-    def to(self, device: Any) -> Any:
-        """The layer on another device: "cpu" is where it is, "cuda" makes a CudaTrellisLayer. Raises BridgeError."""
+    def to(self, device: str | torch.device) -> Any:
+        """The layer on a `device`: "cpu" returns it as it is, "cuda" or "cuda:1" a CudaTrellisLayer.
+
+        Raises BridgeError where the device is missing.
+        """
         if str(device) == "cpu":
             return self
         return cuda("trellis_layer").moved(self, device)
@@ -122,15 +132,17 @@ class TrellisLayer:
     # products
 
     def matvec(self, x: Array, precision: str = "f32") -> Array:
-        """W x of x [in]; otherwise as `matmul`."""
+        """y [out] = W x for `x` [in]; `precision`, type and errors are as in `matmul`."""
         check_input(self, x, 1)
         return self.matmul(x[None], precision)[0]
 
     def matmul(self, x: Array, precision: str = "f32") -> Array:
-        """X W^T for X [tokens, in], numpy or torch on the CPU, of any float type; returns the same kind and type.
+        """Y = X W^T, without the bias.
 
-        Sums are float32. `precision` is there for callers of QuantTensor.matmul: x is never rounded here. Adds no bias.
-        Raises BridgeError where x does not fit.
+        x          [tokens, in], numpy or torch on the CPU, of any float type
+        precision  for callers of `QuantTensor.matmul`; x is never rounded here
+
+        Returns [tokens, out] of x's kind and type; sums are float32. Raises BridgeError where x does not fit.
         """
         if is_torch(x):
             import torch

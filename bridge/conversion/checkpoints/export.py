@@ -53,31 +53,27 @@ def export(
 ) -> Exported:
     """Write a GGUF as a checkpoint folder.
 
-    model     a GGUF, or any shard of one
+    model     a GGUF, or any of its shards
     out       the folder to write
     format    "floats", "gptq" (v1), "gptq_v2", "gptq_p" (planar, of GPTQModel: 5 to 7 bits too), "awq" (gemm),
               "compressed-tensors" (pack-quantized, MXFP4, NVFP4), "mlx" (affine, mxfp4, nvfp4), "hqq" or "modelopt"
-              (NVFP4). The linear layers of the decoder's blocks keep their codes where the format holds them, see
-              `codes_of_blocks`; the others are rounded, or floats where the format has too few bits. Routers stay
-              floats. The experts of a mixture are stacks in MLX, or floats in families whose stacks mlx-lm does not
-              name, see `mlx_models`
-    bits      that layers have at most: those whose codes take more, and floats, are rounded to them; None: layers have
-              those that their codes take, or are rounded to the least that add under 15% of the type's own noise, or 8
-              where that is not known
+              (NVFP4). The linear layers of the decoder's blocks keep their codes where the format holds them; the
+              others are rounded, or become floats where the format has too few bits. Routers stay floats
+    bits      the most bits that a layer may have: layers with more, and floats, are rounded to them; None: layers have
+              the bits of their codes, or the fewest that add under 15% of the type's own noise, or 8 where that noise
+              is not known
     config    folder with config.json and tokenizer of the model, which are copied; None: they are made of the GGUF's
-              metadata, see `gguf_config`. If it is of a model of several parts, the checkpoint is too: the language
-              model from the GGUF, the others (vision towers) from the folder's weights, or missing if it has none
-    dtype     of floats: "F16", "BF16" or "F32"; None: BF16 if the GGUF has tensors of that type, else F16. In MLX F16,
-              as its scales are
-    calibrate  the text and the method that layers are quantized with which would else be rounded; their bits and groups
-              stay as they are without. Not awq, which scales norms too. Finished layers are stored in the folder
-              `<out>.layers` until all is written: a second run continues where an interrupted one stopped
+              metadata. The weights of other parts of the model, such as a vision tower, are copied from this folder
+    dtype     dtype of floats: "F16", "BF16" or "F32"; None: BF16 if the GGUF has tensors of that type, else F16. MLX
+              has F16 instead of BF16
+    calibrate  quantizes layers with a text that would be rounded otherwise; not with method "awq". Finished layers are
+              stored in the folder `<out>.layers` until all is written, and a second run continues there
     force     replace an existing checkpoint
-    progress  called with (bytes done, all bytes, tensor); while layers are calibrated, that of `calibrate` is
+    progress  called with the bytes done, all bytes, and the tensor's name
 
-    Raises BridgeError for a damaged GGUF, one whose architecture is unknown or not that of the config, metadata that
-    transformers does not convert, a tensor that cannot be separated from others again, and a value that the dtype
-    cannot hold.
+    Returns a `bridge.conversion.checkpoints.write_layers.Exported`. Raises BridgeError for a damaged GGUF, one whose
+    architecture is unknown or not that of the config, metadata that transformers does not convert, a tensor that cannot
+    be separated from others again, and a value that the dtype cannot hold.
     """
     started, compiled = compiling.clock(), compiling.seconds()
     if format not in ("floats", *EXPORTED):

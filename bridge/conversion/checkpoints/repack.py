@@ -59,6 +59,7 @@ class Repacked(Exported):
         return facts
 
     def summary(self) -> str:
+        """The lines that the command prints."""
         return self.printed(self.table(), self.facts()[1:], self.size_and_time())
 
 
@@ -83,24 +84,23 @@ def repack(
 
     source    a folder in Hugging Face layout, a Hub id (org/name) to download, or a .pt file
     out       the folder to write
-    format    as `export` has it; None: GPTQ's own, v1 or v2, with labels that are true. From GPTQ to "gptq" or
-              "gptq_v2" zero points alone are rewritten, and everything else is copied byte for byte
-    host      the program that is to load it: transformers, vllm, sglang or mlx. It has only what that reads; None:
-              what the format holds, but for act-order in compressed-tensors, which sglang alone reads
-    bits      that layers have at most, as in `export`; 8-bit floats that the format lacks are rounded to them too,
-              and are floats otherwise
+    format    a format of `export`; None: GPTQ's v1 or v2, as the source has it, with correct labels. From GPTQ to
+              "gptq" or "gptq_v2", only zero points are rewritten, and everything else is copied byte for byte
+    host      the program that will load the checkpoint: "transformers", "vllm", "sglang" or "mlx". The checkpoint then
+              has only what that program reads
+    bits      the most bits that a layer may have, as in `export`; 8-bit floats that the format cannot hold are rounded
+              to them
     config    folder with config.json and tokenizer, if the source has none
-    dtype     of floats: "F16", "BF16" or "F32"; None: as the source has them, and the model's for layers that become
-              floats. In MLX BF16 becomes F16, as its scales are
-    calibrate  the text and the method that layers are quantized with which would else be rounded, as in `export`
-    clamp     to gptq: change zero points of 0, which v1 cannot hold, to 1
+    dtype     dtype of floats: "F16", "BF16" or "F32"; None: as in the source. MLX has F16 instead of BF16
+    calibrate  quantizes layers with a text that would be rounded otherwise, as in `export`
+    clamp     for "gptq": change zero points of 0, which v1 cannot hold, to 1
     force     replace an existing checkpoint
-    cluster   a `distributed.Client`, whose workers plan and write the layers: they need this program, and the source
+    cluster   a `distributed.Client`, whose workers plan and write the layers; they need this program, and the source
               and the new folder under the same paths
-    progress  called with (bytes done, all bytes, tensor)
+    progress  called with the bytes done, all bytes, and the tensor's name
 
-    Raises BridgeError for a source that is damaged or not quantized, and where no layer has codes that the format
-    holds.
+    Returns a report with `summary()`, the lines that the command prints. Raises BridgeError for a source that is
+    damaged or not quantized, where no layer has codes that the format holds, and where `out` exists without `force`.
     """
     started, compiled = compiling.clock(), compiling.seconds()
     if format not in (None, "floats", *FORMATS):

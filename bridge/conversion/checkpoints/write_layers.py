@@ -56,7 +56,18 @@ class ExportedTensor:
 
 @dataclass(repr=False)
 class Exported(FolderReport):
-    """The report of a model that became a checkpoint folder in another format."""
+    """The report of a written checkpoint folder.
+
+    outputs          the folder
+    seconds          wall time, without compiling
+    compile_seconds  wall time that compiling kernels took
+    notes            sentences about what the user should know
+    home             the source's folder
+    blocks           how each block was calibrated, one dict for each
+    format           format of the checkpoint: "mlx"
+    nbytes           bytes of its tensors
+    tensors          the name, type, bits and error of each tensor
+    """
 
     tensors: list[ExportedTensor]
 
@@ -77,6 +88,7 @@ class Exported(FolderReport):
         return align(rows, (False, True, True, True, False, False))
 
     def summary(self) -> str:
+        """The lines that the command prints."""
         return self.printed(self.table(), size=self.size_and_time())
 
 

@@ -111,10 +111,12 @@ class PlanOptions(Recipe):
 
 @dataclass(frozen=True)
 class Budget:
-    """How large a file may be, and what finding its types may cost; `size` or `bpw` is given.
+    """How large a file may be, and how long the search for its types may take. Give either `size` or `bpw`.
 
-    tokens    that trial models are measured on
+    tokens    number of tokens that trial models are measured on
     progress  called with the number of steps done, of how many, and the matrix or the trial model just measured
+
+    Raises BridgeError where both or neither of `size` and `bpw` are given, and for values out of range.
     """
 
     size: int | None = option(
@@ -151,7 +153,13 @@ class Budget:
 
 @dataclass(frozen=True)
 class ConvertOptions(PlanOptions):
-    """What `bridge.convert` takes besides the checkpoint and the output's name."""
+    """What `bridge.convert` takes besides the checkpoint and the output's name.
+
+    calibrate  quantizes floats, and codes that no type holds, with a text; None: they are rounded
+    budget     the size that the file may have: each tensor gets a type of its own; needs `calibrate`
+
+    Raises BridgeError where options contradict each other, and for values out of range.
+    """
 
     plan: str | Path | None = option(
         None, "execute this plan of `gguf-bridge plan`, instead of choosing types; types in it may have been edited",

@@ -39,12 +39,13 @@ def upload(
 ) -> str:
     """Upload what `convert`, `repack` or `quantize` made, and a model card written from the report.
 
-    repository  "org/name" on the Hub; made if it does not exist
-    private     make it private
-    card_only   a folder: write the card (README.md) and the list of files there instead of uploading; needs no network
+    result      what these functions returned
+    repository  "org/name" on the Hub; it is made if it does not exist
+    private     make the repository private
+    card_only   a folder for the model card (README.md) and the list of files, instead of an upload; needs no network
     force       replace these two files
 
-    Returns a line that says where everything is. Raises BridgeError without a login, for a name that the Hub does not
+    Returns a line with the address. Raises BridgeError without a login, for a name that the Hub does not
     take, and where the upload fails; the message then has the command that uploads the files again.
     """
     hub = Upload(repository, private, None if card_only is None else Path(card_only), force)

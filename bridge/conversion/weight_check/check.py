@@ -63,12 +63,12 @@ _INTEGERS = ("I8", "I16", "I32", "I64")
 
 @dataclass(frozen=True)
 class WeightCheck:
-    """What `check_weights` finds.
+    """The result of `check_weights`.
 
-    findings  damage, or what looks like it, by kind and in the order of the file
-    notes     what is unusual, and no damage
-    tensors   that were read
-    weights   in them
+    findings  what looks damaged, by kind and in the order of the file; empty if nothing does
+    notes     what is unusual and is no damage
+    tensors   number of tensors and modules that were read
+    weights   number of weights in them
     """
 
     findings: list[Finding]
@@ -77,13 +77,13 @@ class WeightCheck:
     weights: int
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """All fields, and "passed", for JSON."""
         findings = [finding.as_dict() for finding in self.findings]
         counted = {"weights_read": self.weights, "weight_notes": self.notes}
         return {"passed": not findings, "findings": findings, **counted}
 
     def lines(self) -> list[str]:
-        """For people: what was read, a line for each finding, and the notes."""
+        """The lines that the command prints: what was read, the findings, and the notes."""
         count = len(self.findings)
         verdict = f"{count} finding{'s' * (count != 1)}" if count else "nothing found"
         read = f"weight check    {self.weights / 1e6:.1f} M weights in {self.tensors} tensors and modules: {verdict}"
@@ -115,16 +115,18 @@ class _Task:
 def check_weights(
     path: str | Path, *, config: str | Path | None = None, progress: Progress | None = None
 ) -> WeightCheck:
-    """Read all weights of a checkpoint or a GGUF, and tell what looks damaged.
+    """Read all weights of a checkpoint or a GGUF, and list what looks damaged.
 
     path      a folder in Hugging Face layout, a Hub id, a .pt or a GGUF
     config    the folder with config.json and tokenizer, where `path` has none
-    progress  called with the bytes that were read, of how many, and the tensor
+    progress  called with the bytes that were read, with all bytes, and with the tensor's name
 
-    Found are NaN, zeros, rows of one value, experts of zeros, scales that are 0, NaN or beyond halves, scales of
-    activations that are missing, codes as no quantizer makes them, copies of other matrices, and tokens without a
-    row. What trained and quantized models have anyway (norms of ones, padding, tied embeddings) is not. Raises
-    BridgeError where the file cannot be opened; a tensor that its reader refuses is a finding.
+    The check finds NaN, zeros, rows of one value, experts of zeros, scales that are 0, NaN or beyond half precision,
+    missing scales of activations, codes that no quantizer makes, copies of other matrices, and tokens without a row.
+    It does not report what sound models have too, such as norms of ones, padding and tied embeddings.
+
+    Returns a `bridge.conversion.weight_check.check.WeightCheck`. Raises BridgeError where the file cannot be opened; a
+    tensor that cannot be read is a finding.
     """
     home = resolve_model(path, config)
     if kind_of(home, config) == "gguf":

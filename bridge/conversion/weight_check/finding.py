@@ -27,12 +27,13 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Finding:
-    """Something about a tensor that a quantizer or a trained model does not make.
+    """What looks damaged in a tensor.
 
-    tensor   its name, or the module's, as the file has it; several that lack the same thing are named by the first
-    kind     one of KINDS; a tensor has one finding of a kind at most
-    text     one sentence
-    numbers  what was counted, by name
+    tensor   name of the tensor or module in the file; the first one, where several lack the same thing
+    kind     "unreadable", "not finite", "scales", "activations", "zeros", "rows", "unwritten", "codes", "levels",
+             "magnitude", "duplicate" or "vocabulary"
+    text     a sentence with the fact
+    numbers  the counts behind it, by name
     """
 
     tensor: str
@@ -44,6 +45,7 @@ class Finding:
         return f"{self.tensor}: {self.text}"
 
     def as_dict(self) -> dict[str, Any]:
+        """All fields, for JSON."""
         return {"tensor": self.tensor, "kind": self.kind, "text": self.text, "numbers": self.numbers}
 
 

@@ -36,7 +36,7 @@ CODED = (CARRIED, PARTLY, REQUANTIZED)
 
 @dataclass
 class Outcome:
-    """What became of a tensor. Fidelity is None for those stored as they were."""
+    """What became of a tensor."""
 
     outcome: str  # one of CARRIED, PARTLY, REQUANTIZED, CALIBRATED, FLOAT, AS_IS, COPIED
     fidelity: Fidelity | None = None
@@ -49,7 +49,23 @@ class Outcome:
 
 @dataclass(kw_only=True)
 class TensorReport(Outcome):
-    """One tensor of the GGUF."""
+    """What became of one tensor.
+
+    name            in the GGUF
+    source          name in the checkpoint; None: the tensor was generated
+    kind            the name without its block and ".weight": "attn_q"
+    type            as gguf spells it: "Q4_K"
+    shape           slowest dimension first, [out, in]
+    nbytes          bytes in the file
+    outcome         "codes carried", "codes carried in part", "requantized", "from float", "calibrated", "kept float" or
+                    "copied"
+    fidelity        the distance from the checkpoint's weights; None: the tensor was stored as it was
+    exact_for_free  a bit-exact type that is no larger, where `type` is not exact
+    notes           sentences about this tensor
+    codes_missing   number of codes that `verify` did not find in the file, though its type holds them bit for bit
+    stored          dtype of a tensor of floats in the checkpoint, or type in a GGUF: "BF16"
+    largest_difference  of a weight from the reference's, found by `verify`; None: not measured
+    """
 
     name: str
     source: str | None  # name in the checkpoint; None for generated tensors
@@ -68,6 +84,7 @@ class TensorReport(Outcome):
 
     @property
     def weights(self) -> int:
+        """Number of weights."""
         return math.prod(self.shape)
 
     def as_dict(self) -> dict[str, object]:
@@ -136,11 +153,21 @@ _LOST = 0.9  # NMSE: more than any type's rounding costs
 
 @dataclass(repr=False)
 class Report(CommandReport):
-    """The whole file. `seconds` is the time that it took, `compile_seconds` what of it went into kernels.
+    """What a conversion wrote, or what `verify` measured, tensor by tensor.
 
-    output_format  of what was written, or what `verify` measured
-    predictions    how `verify` found a text to be predicted, with the divergence from the reference
-    done           with the outputs
+    outputs            the files
+    seconds            wall time of the call
+    compile_seconds    wall time that compiling kernels took, part of `seconds`
+    notes              sentences about what the user should know
+    home               the source's folder, with config.json and README.md
+    blocks             how each block was calibrated, one dict for each
+    checkpoint         the source, as it was given
+    checkpoint_format  the source's format: "gptq"
+    tensors            a TensorReport for each tensor
+    source_bytes       size of all tensors of the source
+    output_format      format of `outputs`
+    predictions        perplexity and KL divergence in nats a token, where `verify` was given a text
+    done               "wrote" or "read"
     """
 
     checkpoint: str
@@ -161,19 +188,22 @@ class Report(CommandReport):
 
     @property
     def output_bytes(self) -> int:
-        """Size of the files on disk."""
+        """Bytes of `outputs` on disk."""
         return sum(p.stat().st_size for p in self.outputs)
 
     def total(self, outcomes: Iterable[str] = CODED) -> Fidelity | None:
-        """The sums over all tensors that were handled in one of these ways."""
+        """The fidelity of all tensors whose `outcome` is one of `outcomes`, None if there are none.
+
+        By default, these are the tensors that came as codes.
+        """
         return _total(t for t in self.tensors if t.outcome in outcomes)
 
     def bpw(self, outcomes: Iterable[str] | None = None) -> float:
-        """Bits per weight over all tensors' data, or over those that were handled in one of these ways."""
+        """Bits per weight over the data of all tensors, or of those whose `outcome` is one of `outcomes`."""
         return _bpw([t for t in self.tensors if outcomes is None or t.outcome in outcomes])
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything, for JSON."""
+        """Everything that `save` writes."""
         record: dict[str, Any] = {
             "checkpoint": self.checkpoint, "format": self.checkpoint_format, "outputs": [str(p) for p in self.outputs],
             "source_bytes": self.source_bytes, "output_bytes": self.output_bytes, "seconds": round(self.seconds, 3),
@@ -187,13 +217,16 @@ class Report(CommandReport):
         return record
 
     def save(self, path: Path) -> None:
-        """Write everything as JSON; an earlier report is replaced. Raises BridgeError where that fails."""
+        """Write everything as JSON to `path`, which `gguf-bridge plot` draws; an earlier report is replaced.
+
+        Raises BridgeError where another file has that name, or the disk is full.
+        """
         save_report(path, self.as_dict())
 
     def table(self) -> str:
-        """The closing table: a row per kind of tensor, then notes, sizes and what was `done`; the speed of writing.
+        """The table that the command prints: a row for each kind of tensor, then notes, sizes and the speed.
 
-        Notes alone where nothing was written, but layers stored.
+        Only notes are returned if layers were stored and no file was written.
         """
         if not self.outputs:
             return self.printed([])

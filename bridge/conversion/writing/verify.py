@@ -59,24 +59,24 @@ def verify(
 ) -> Report:
     """Compare every tensor of a GGUF or a checkpoint with that of another one, the reference.
 
-    model       what is measured: a GGUF (its first shard, if split), a checkpoint of any format, or a Hub id
-    reference   what the other was made from, or any checkpoint or GGUF of the same model
-    config      as for `convert`, for a checkpoint without config.json and tokenizer
-    template    the one that the GGUF was made with, if it was
-    mtp_text    a text file on which the layer of a GGUF that predicts a token further (MTP) is tried; a note says how
-                it did
-    mmproj      the file of the vision tower, which is compared too; None: the one that `convert` wrote beside the GGUF,
-                if it is there
-    target_model  as for `convert`
-    allow_missing  whether tensors that only one of the two has become a note
-    text        a text file that both predict: the report has the divergence; see docs/both-directions.md
-    window, n_windows  as for `perplexity`
-    progress    called with the bytes of both that are compared, of how many, and the tensor
-    text_progress  called with the number of windows done, of how many, and the perplexity so far as a text
-    save_as     where the caller will save the Report; checked before anything is compared
+    model       the model to measure: a GGUF (any shard of it), a checkpoint of any format, or a Hub id
+    reference   the checkpoint or GGUF that it was made from, or any other one of the same model
+    config      folder with config.json and tokenizer, for a checkpoint without them
+    template    the template that the GGUF was converted with, if there was one
+    mtp_text    a text file to test the layer with that predicts a further token (MTP); a note has the result
+    mmproj      the GGUF of the vision tower, which is compared too; None: the file that `convert` wrote beside the
+                model, if it is there
+    target_model  folder of the model that a drafter (EAGLE-3, DFlash) guesses for
+    allow_missing  add a note, instead of an error, where only one of the two has a tensor
+    text        a text file that both models predict; `predictions` of the report then has the KL divergence
+    window      tokens in each window of the text
+    n_windows   number of windows; None: all whole windows of the text
+    progress    called with the bytes of both that are compared, with all their bytes, and with the tensor's name
+    text_progress  called with the number of windows done, with their number, and with the perplexity so far
+    save_as     the path where you will save the report; it is checked before anything is compared
 
-    Returns a Report with the same figures as `convert`'s, measured from the file; `failures` judges it.
-    Raises BridgeError where the two do not hold the same tensors, or where a text cannot be tried.
+    Returns a `bridge.conversion.writing.report.Report` like that of `convert`, with figures measured from the files.
+    Raises BridgeError where the two do not hold the same tensors, a file is damaged, or the text is too short.
     """
     started = time.perf_counter()
     content = None if text is None else read_text(Path(text))

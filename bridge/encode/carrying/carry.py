@@ -46,7 +46,14 @@ class CannotCarryError(BridgeError):
 
 @dataclass(frozen=True)
 class Fidelity:
-    """How far a GGUF tensor is from the checkpoint's. Sums over all weights."""
+    """How far the weights w' of a GGUF tensor are from the checkpoint's dequantized weights w.
+
+    weights  number of weights
+    error    sum of (w' - w)^2
+    signal   sum of w^2
+    noise    sum of s^2 / 12, s the scale: the expected cost of the checkpoint's own rounding; 0 for floats
+    kept     number of weights whose integer code is the checkpoint's
+    """
 
     weights: int
     error: float  # sum (w' - w)^2
@@ -56,12 +63,12 @@ class Fidelity:
 
     @property
     def nmse(self) -> float:
-        """Squared error over squared weights."""
+        """error / signal: the normalized mean squared error."""
         return self.error / self.signal if self.signal else float(self.error > 0)
 
     @property
     def share(self) -> float:
-        """Squared error over the checkpoint's own expected quantization noise."""
+        """error / noise: the added error as a share of the checkpoint's own rounding error."""
         return self.error / self.noise if self.noise else (float("inf") if self.error else 0.0)
 
     def __add__(self, other: Self) -> Self:

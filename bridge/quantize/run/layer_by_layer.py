@@ -96,7 +96,7 @@ class _SingleBlock(InMemory):
 @checked
 def gptq(
     module: nn.Module,
-    batches: Iterable[Any],
+    batches: Iterable[torch.Tensor | tuple[Any, ...] | Mapping[str, Any]],
     *,
     bits: int = 4,
     group_size: int = 128,
@@ -109,14 +109,24 @@ def gptq(
 ) -> dict[str, Quantized]:
     """Quantize every Linear, Conv1D and Conv2d of a module in place, in the order of their calls.
 
-    batches     the module's arguments: for each call a tensor, a tuple of positional or a mapping of named ones
-    bits, group_size, symmetric   of the groups; group_size -1: one group a row; bits 0: ternary
-    act_order, damping   see `Method`
-    sweeps      of refinement after GPTQ; 0: none
-    type        a GGUF type, whose blocks replace the groups
-    wanted      whether to quantize the layer of this name
+    module      any torch module; the weights of its layers become the dequantized ones
+    batches     the arguments of the calls to calibrate with: a tensor, a tuple of positional arguments or a mapping of
+                named ones for each call
+    bits        bits of a code, 2 to 8; 0: ternary
+    group_size  columns that share a scale; -1: all columns of a row
+    symmetric   whether the zero point is in the middle of the codes
+    act_order   order in which columns are rounded: "fixed" (whole groups by falling diagonal of the Hessian), "none",
+                "static" or "free" (desc_act)
+    damping     added to the Hessian's diagonal, as a fraction of its mean
+    sweeps      number of sweeps of refinement after GPTQ
+    type        a GGUF type such as "Q4_K", whose blocks replace the groups
+    wanted      called with the name of each layer; returns whether to quantize it
 
-    Every layer is calibrated on inputs from the quantized layers before it. Returns the layers by name.
+    Each layer is calibrated on inputs that come from the quantized layers before it. The method is GPTQ (Frantar et al.
+    2022, arXiv:2210.17323).
+
+    Returns a `bridge.quantize.method.Quantized` for each layer, by name. Raises BridgeError without batches, for an
+    unknown type or order, and where weights or inputs hold NaN.
     """
     inputs = [_block_inputs(batch) for batch in batches]
     if not inputs:

@@ -38,12 +38,19 @@ Reader = Callable[[int, np.ndarray], None]
 
 
 class Generation:
-    """A prompt and the reply that a `Batch` makes to it."""
+    """A prompt and the reply that a `Batch` makes to it.
 
-    prompt: list[int]  # token ids
-    kept: int  # tokens of the prompt whose keys and values another sequence had left
-    finish: str | None  # "stop": an end token, a stop text or the schema's end; "length"; "cancelled"; "error"; or None
-    error: BridgeError | None  # why finish is "error"
+    prompt  token ids
+    kept    number of tokens of the prompt whose keys and values another sequence had left
+    finish  "stop" (an end token, a stop text or the end of the schema), "length", "cancelled" or "error"; None: the
+            reply is not finished
+    error   why `finish` is "error"
+    """
+
+    prompt: list[int]
+    kept: int
+    finish: str | None
+    error: BridgeError | None
 
     def __init__(self, prompt: list[int], max_tokens: int, sampler: Sampler, reply: Reply, reader: Reader | None):
         self.prompt, self.kept = prompt, 0
@@ -115,7 +122,16 @@ class _Slot:
 
 
 class Batch:
-    """`Model.batch` makes one. Not for several threads at once."""
+    """Sequences that share each pass over the weights; `Model.batch` makes one. Not for several threads at once.
+
+    Iterating makes tokens until all sequences are finished, and gives (generation, new text) for each token.
+
+    steps           number of passes over the weights
+    step_tokens     number of tokens that these made
+    prompt_tokens   number of tokens of prompts that were read
+    guessed_tokens  number of guesses of sequences that have ended
+    right_tokens    number of right ones among them
+    """
 
     def __init__(
         self, decoder: Callable[[], Any], tokenizer: Tokenizer, lock: Any,
@@ -156,12 +172,12 @@ class Batch:
 
     @property
     def waiting(self) -> int:
-        """Sequences that have no context yet."""
+        """Number of sequences that have no context yet."""
         return len(self._waiting)
 
     @property
     def active(self) -> int:
-        """Sequences that have one."""
+        """Number of sequences that have a context."""
         return len(self._reading) + len(self._running)
 
     @checked
@@ -170,16 +186,20 @@ class Batch:
         logprobs: int | None = None, conversation: bool = False, reader: Reader | None = None,
         **sampling: Unpack[ReplyKeywords],
     ) -> Generation:  # fmt: skip
-        """Queue a sequence: it begins as soon as a context is free.
+        """Queue a sequence, which begins as soon as a context is free.
 
         prompt        a text or token ids
+        max_tokens    the most tokens of the reply
         stop          texts that end the reply and are not part of it
-        logprobs      number of the most likely tokens to note for each token; None: `take` returns no tokens
-        conversation  whether the prompt is one whose replies may be in a context with tokens of their own choice
-        reader        called with the states of all the prompt's tokens, part by part; nothing is then taken over
+        logprobs      number of the most likely tokens to list for each token; None: none
+        conversation  whether the prompt is a conversation, whose earlier replies may be in a context already with other
+                      tokens than the tokenizer would choose
+        reader        called with the position of the first of some tokens of the prompt, and with their normalized
+                      states float32 [n, hidden], until all tokens are read
         sampling      as in `Model.generate`
 
-        Raises BridgeError where the prompt does not fit the context, or an argument makes no sense.
+        Returns a `bridge.runtime.replies.batch.Generation`. Raises BridgeError where the prompt does not fit the
+        context, or an option is out of range.
         """
         return self.add_with(Sampler.of(self._tokenizer, logprobs, **sampling), prompt, max_tokens, stop,
                              conversation, reader)  # fmt: skip
@@ -200,7 +220,7 @@ class Batch:
         return generation
 
     def cancel(self, generation: Generation) -> None:
-        """End a sequence now; its reply so far stays, its context goes to the next."""
+        """End the sequence of `generation` now. Its reply so far stays, and its context goes to the next one."""
         if generation.finish is None:
             generation.end("cancelled")
         if generation in self._waiting:

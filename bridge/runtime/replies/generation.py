@@ -13,10 +13,12 @@ from bridge.runtime.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class ScoredToken:
-    """A token of a reply, its own text (bytes that are no whole character become U+FFFD), and how likely it was.
+    """A token, and how likely it was.
 
+    token    its id
+    text     its own text; bytes that are no whole character become U+FFFD
     logprob  natural logarithm of the model's own probability
-    top      the most likely tokens in its place and theirs, most likely first
+    top      (token id, logprob) of the most likely tokens in its place, most likely first
     """
 
     token: int
