@@ -356,10 +356,8 @@ def test_a_python_snippet_runs(code, prints, tmp_path, small_model, request, mon
         if name in code:
             pytest.importorskip("transformers")
             new_encoder((ENCODERS | RERANKERS)[kind], tmp_path / name)
-    if "my-model.gguf" in code:
-        shutil.copy(request.getfixturevalue("files_of_the_pages") / "my-model.gguf", tmp_path)
-    elif "bridge.convert(" not in code:
-        bridge.convert(checkpoint, tmp_path / "model.gguf")
+    if "bridge.convert(" not in code:
+        bridge.convert(checkpoint, tmp_path / ("my-model.gguf" if "my-model.gguf" in code else "model.gguf"))
     capsys.readouterr()
     exec(compile(code, "snippet", "exec"), {"bridge": bridge, "torch": torch, "x": X[0], "X": X})
     if prints:
