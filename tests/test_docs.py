@@ -284,8 +284,10 @@ def test_the_table_of_formats_is_of_the_figures_that_the_picture_shows():
 
 
 def test_the_changelogs_first_release_is_this_version():
-    entries = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
-    assert next(name for name in entries if name != "Unreleased") == bridge.__version__
+    entries = re.findall(
+        r"^## \[([^\]]+)\](?: - \d{4}-\d{2}-\d{2})?$", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.M
+    )
+    assert entries[:2] == ["Unreleased", bridge.__version__]
 
 
 SNIPPETS = [
