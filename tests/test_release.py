@@ -19,7 +19,7 @@ from packaging.version import Version
 
 import bridge
 from bridge.cli.program import _parser
-from scripts import release, site_address
+from scripts import release
 from tests.conftest import ROOT, posix
 
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
@@ -190,18 +190,3 @@ def test_there_is_a_form_for_each_kind_of_issue() -> None:
     assert {file.stem for file in FORMS} == {"checkpoint", "crash", "docs", "speed", "wrong-output"}
     asked = {file.stem for file in FORMS if "inspect MODEL --json`" in file.read_text(encoding="utf-8")}
     assert asked == {"checkpoint", "crash", "speed", "wrong-output"}
-
-
-def test_the_addresses_of_pyproject_are_the_sites(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Config:
-        repo_url = repo_name = site_url = None
-
-    monkeypatch.setattr(site_address, "PROJECT", tmp_path / "pyproject.toml")
-    site_address.PROJECT.write_text("[project]\n", encoding="utf-8")
-    assert site_address.on_config(Config()).repo_url is None
-    urls = 'Repository = "https://example.org/o/r"\nDocumentation = "https://example.org/site/"\n'
-    site_address.PROJECT.write_text(f"[project]\n[project.urls]\n{urls}", encoding="utf-8")
-    config = site_address.on_config(Config())
-    assert (config.repo_url, config.repo_name, config.site_url) == (
-        "https://example.org/o/r", "o/r", "https://example.org/site/",
-    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The sdist and the wheel: what `python -m build` makes of the checkout works outside it, with its dependencies alone."""
+"""The sdist and the wheel: what `python -m build` makes works outside the checkout, with its dependencies alone."""
 
 from __future__ import annotations
 
