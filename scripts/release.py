@@ -104,7 +104,8 @@ def try_file(file: Path, constraints: bool) -> None:
         print(step("run", *run).strip())
 
 
-def main() -> None:
+def parser() -> argparse.ArgumentParser:
+    """The command line of this script."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("check", help="fail unless all files have the tag's version").add_argument("tag")
@@ -117,7 +118,11 @@ def main() -> None:
     tried = commands.add_parser("try", help="install files into a fresh environment each, convert, and run")
     tried.add_argument("files", nargs="+", type=Path)
     tried.add_argument("--newest", action="store_true", help="without constraints.txt, as users install it")
-    arguments = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    arguments = parser().parse_args()
     match arguments.command:
         case "check":
             problems = disagreements(arguments.tag)

@@ -9,7 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -154,8 +154,7 @@ def test_workflows_take_actions_by_version_and_run_what_is_there(file: Path) -> 
                 if re.match(r"(scripts|tests)/", word):
                     assert (ROOT / word).exists()
             if "scripts/release.py" in words:
-                help_of = [sys.executable, str(ROOT / "scripts" / "release.py"), words[2], "--help"]
-                assert subprocess.run(help_of, capture_output=True).returncode == 0, line
+                release.parser().parse_args(list(takewhile(lambda word: word != ">", words[2:])))
 
 
 def test_a_release_is_tried_before_it_is_published_and_only_publishing_may_write() -> None:
