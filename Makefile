@@ -9,7 +9,7 @@ PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-comp
 # what is imported is compiled once, and not again in every process that tests start
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: wheel demo test test-all test-python test-arm lint bench docs pictures clean
+.PHONY: wheel sdist demo test test-all test-python test-arm lint bench docs pictures clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python scripts/demo.py
@@ -47,11 +47,14 @@ lint: $(VENV)/.$(EXTRAS)
 	$(BIN)/mypy
 
 # with object code for common types: what installs it compiles none of that
-wheel: $(VENV)/.$(EXTRAS)
+wheel: $(VENV)/.release
 	rm -rf bridge/objects
 	$(BIN)/python scripts/build_objects.py bridge/objects
 	$(BIN)/python -m build --wheel --no-isolation
 	rm -rf bridge/objects
+
+sdist: $(VENV)/.release
+	$(BIN)/python -m build --sdist --no-isolation
 
 bench: $(VENV)/.$(EXTRAS)
 	$(BIN)/python -m scripts.speed.bench_convert
@@ -72,7 +75,7 @@ $(VENV)/.demo: $(VENV)/.venv pyproject.toml constraints.txt
 	$(PIP) -e .[demo]
 	touch $@
 
-$(VENV)/.docs $(VENV)/.plot: $(VENV)/.%: $(VENV)/.venv pyproject.toml constraints.txt
+$(VENV)/.docs $(VENV)/.plot $(VENV)/.release: $(VENV)/.%: $(VENV)/.venv pyproject.toml constraints.txt
 	$(PIP) -e .[$*]
 	touch $@
 

@@ -287,8 +287,10 @@ def test_the_tables_of_real_models_are_of_figures_that_were_measured(model, name
 
 
 def test_the_changelogs_first_release_is_this_version():
-    entries = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
-    assert next(name for name in entries if name != "Unreleased") == bridge.__version__
+    entries = re.findall(
+        r"^## \[([^\]]+)\](?: - \d{4}-\d{2}-\d{2})?$", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.M
+    )
+    assert entries[:2] == ["Unreleased", bridge.__version__]
 
 
 PRINTING = ("python.md", "tutorial-products.md")  # every snippet of these pages shows something

@@ -51,8 +51,10 @@ def test_sources_are_checked_for_the_oldest_python_and_the_docs_name_it_and_the_
 
 @pytest.mark.parametrize("file", sorted((ROOT / ".github" / "workflows").glob("*.yml")), ids=lambda file: file.stem)
 def test_workflows_run_on_every_supported_python(file: Path) -> None:
+    """Of a release, the files that were built are tried on each; what publishes them needs one."""
     jobs: dict[str, Any] = yaml.safe_load(file.read_text(encoding="utf-8"))["jobs"]
-    assert {name: job["strategy"]["matrix"]["python"] for name, job in jobs.items()} == dict.fromkeys(jobs, SUPPORTED)
+    tests = {"try"} if file.stem == "release" else set(jobs)
+    assert {name: jobs[name]["strategy"]["matrix"]["python"] for name in tests} == dict.fromkeys(tests, SUPPORTED)
 
 
 def test_sources_compile_without_a_warning() -> None:

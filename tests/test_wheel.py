@@ -1,4 +1,4 @@
-"""The wheel: what `python -m build` makes of the checkout works outside it, beside its dependencies alone."""
+"""The sdist and the wheel: what `python -m build` makes works outside the checkout, with its dependencies alone."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import venv
 import zipfile
 from pathlib import Path
@@ -20,18 +21,32 @@ from tests.conftest import CHECKPOINT, ROOT, posix
 pytest.importorskip("build")
 
 
+SCRIPT = "scripts/build_objects.py"  # compiles the object code of a wheel
+
+
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy of what git would hold: no build/ or egg-info of an earlier one gets in."""
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the sdist and the wheel that was built from it, of a copy of what git would hold: no build/ or
+    egg-info of an earlier one gets in. Object code that a wheel was built with before is left there."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE"):
         shutil.copyfile(ROOT / name, source / name)
     for name in ("bridge", "cuda"):
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", out, source]
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "objects"))
+    for name in (SCRIPT, "scripts/demo.py", "tests/test_wheel.py"):
+        (source / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(ROOT / name, source / name)
+    (source / "bridge" / "objects").mkdir()
+    (source / "bridge" / "objects" / "linux-avx2.zip").write_bytes(b"of an earlier build")
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", out, source]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    (made,) = out.glob("*.whl")
+    return out
+
+
+@pytest.fixture(scope="module")
+def wheel(built: Path) -> Path:
+    (made,) = built.glob("*.whl")
     return made
 
 
@@ -52,15 +67,39 @@ def program(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "bin" / "gguf-bridge"
 
 
+def sources(cuda: str) -> set[str]:
+    """The files of the packages, with those of cuda/ in a folder of this name."""
+    texts = (ROOT / "bridge/quantize/calibration_text").iterdir()
+    names = {str(file.relative_to(ROOT)) for file in [*(ROOT / "bridge").rglob("*.py"), *texts]}
+    modules = {f"{cuda}/{file.relative_to(ROOT / 'cuda')}" for file in (ROOT / "cuda").rglob("*.py")}
+    return names | modules | {"bridge/py.typed", "bridge/serve/page.html"}
+
+
 def test_the_wheel_holds_every_module_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
-    expected = {str(file.relative_to(ROOT)) for file in (ROOT / "bridge").rglob("*.py")}
-    texts = (ROOT / "bridge/quantize/calibration_text").iterdir()
-    expected |= {"bridge/py.typed", "bridge/serve/page.html", *(str(file.relative_to(ROOT)) for file in texts)}
-    expected |= {f"bridge/{file.relative_to(ROOT)}" for file in (ROOT / "cuda").rglob("*.py")}
-    assert names == expected
+    assert names == sources("bridge/cuda")
     assert wheel.name.startswith(f"gguf_bridge-{bridge.__version__}-py3")
+
+
+def test_the_sdist_holds_what_a_wheel_is_built_from_and_nothing_else(built: Path) -> None:
+    (sdist,) = built.glob("*.tar.gz")
+    top = f"gguf_bridge-{bridge.__version__}"
+    assert sdist.name == f"{top}.tar.gz"
+    with tarfile.open(sdist) as archive:
+        names = {member.name.removeprefix(f"{top}/") for member in archive.getmembers() if member.isfile()}
+    names = {name for name in names if not name.startswith("gguf_bridge.egg-info/")}
+    expected = {
+        "pyproject.toml",
+        "MANIFEST.in",
+        "README.md",
+        "CHANGELOG.md",
+        "LICENSE",
+        "PKG-INFO",
+        "setup.cfg",
+        SCRIPT,
+    }
+    assert names == expected | sources("cuda")
 
 
 def outside(program: Path, folder: Path, *arguments: object) -> str:
