@@ -84,8 +84,9 @@ def test_every_link_leads_to_a_file_and_a_heading(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_pages_of_the_site_link_to_nothing_outside_it(name):
     if name.startswith("docs/"):
-        inside = [target for target in _LINK.findall(prose(ROOT / name)) if not re.match("[a-z]+:", target)]
-        assert [target for target in inside if target.startswith("..")] == []
+        page, docs = ROOT / name, ROOT / "docs"
+        inside = [target for target in _LINK.findall(prose(page)) if not re.match("[a-z]+:", target)]
+        assert [target for target in inside if not (page.parent / target).resolve().is_relative_to(docs)] == []
 
 
 def test_every_page_is_in_the_sites_navigation():
@@ -218,9 +219,18 @@ def test_the_table_of_products_is_of_the_figures_that_the_picture_shows():
 
 
 def test_the_table_of_fidelity_is_of_the_figures_that_the_picture_shows():
-    shown = {row[0]: row[-2:] for row in cells("fidelity.md", "| checkpoint | type of its linears |")}
-    for row in measured("fidelity")["checkpoints"]:
-        assert shown[row["name"]] == [f"{row['kl_linears']:.1e}", f"{row['kl_file']:.1e}"]
+    from scripts.quality import fidelity
+
+    shown = cells("measurements/conversion.md", "| checkpoint | type of its linears | bpw | MB |")
+    assert shown == [fidelity.cells(row, True, True) for row in measured("fidelity")["checkpoints"]]
+
+
+def test_the_table_of_trained_models_is_of_figures_that_were_measured():
+    head = "| checkpoint | type of its linears | bpw | codes"
+    shown = {row[0]: row[-3:] for row in cells("measurements/conversion.md", head)}
+    rows = measured("trained")["checkpoints"]
+    names = "kl_linears", "kl_file", "kl_checkpoint"
+    assert shown == {row["name"]: [f"{row[name]:.1e}" for name in names] for row in rows}
 
 
 def test_the_table_of_quantizing_is_of_the_figures_that_the_picture_shows():
