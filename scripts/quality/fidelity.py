@@ -88,7 +88,7 @@ class Floats:
 
 def measure(options: argparse.Namespace) -> Lines:
     if options.usual:
-        options.llama_library = options.llama_library or tuned.download(options.packages)
+        options.llama_library = (options.llama_library or tuned.download(options.packages)).resolve()
     floats = Floats(options.float)
     yield f"{options.windows} windows of {options.length} tokens of {Path(options.text).name}; --type {options.type}."
     yield head(*HEAD, *([OF_FLOATS] if options.float else []), *([USUAL] if options.usual else []))
