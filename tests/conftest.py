@@ -106,7 +106,8 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[P
 def reference_of(wiki_text: str) -> Callable[[str], Reference]:
     """reference_of(name): a shared checkpoint in float, and its predictions on windows of 256 tokens.
 
-    24 windows, which docs/fidelity.md measures; the first 8 of them, which are a sixth harder, where time counts.
+    24 windows, which docs/measurements/conversion.md measures; the first 8 of them, which are a sixth harder, where
+    time counts.
     """
 
     @lru_cache(maxsize=2)  # up to 100 MB of logits each

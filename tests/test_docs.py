@@ -256,10 +256,12 @@ def test_the_readmes_table_of_speeds_is_of_the_figures_that_were_measured():
     assert [f"| {' | '.join(row)} |" for row in cells("../README.md", HEAD)] == rows(measured("speed"))
 
 
-def test_the_table_of_fidelity_is_of_the_figures_that_the_picture_shows():
-    shown = {row[0]: row[-2:] for row in cells("fidelity.md", "| checkpoint | type of its linears |")}
-    for row in measured("fidelity")["checkpoints"]:
-        assert shown[row["name"]] == [f"{row['kl_linears']:.1e}", f"{row['kl_file']:.1e}"]
+def test_the_table_of_trained_models_is_of_figures_that_were_measured():
+    head = "| checkpoint | type of its linears | bpw | codes"
+    shown = {row[0]: row[-3:] for row in cells("measurements/conversion.md", head)}
+    rows = measured("trained")["checkpoints"]
+    names = "kl_linears", "kl_file", "kl_checkpoint"
+    assert shown == {row["name"]: [f"{row[name]:.1e}" for name in names] for row in rows}
 
 
 def divergences(row: dict) -> list[str]:

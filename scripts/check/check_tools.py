@@ -2,20 +2,18 @@
 
     python -m scripts.check.check_tools MODEL... --text wiki_test.txt [--only NAME]
 
-Each tool quantizes the float models, and transformers or the tool saves them. Printed are, for all linears, the squared
-error of reading over the squared weights that the tool multiplies with; the KL divergence of the quantized model from
-the float one, its cost; and of the GGUF from the quantized model, in nats a token and as a share of that cost: with the
-GGUF's weights in transformers, in this program with precision f32, and in llama.cpp, whose products round activations
-to 8 bits. What that rounding costs alone is the last figure: llama.cpp with the quantized model's exact floats in Q8_0.
-Embeddings and head stay F16.
+Each tool of `peers/tools.py` that quantizes a model in PyTorch does so, and transformers or the tool saves it. Printed
+are, for all linears, the squared error of reading over the squared weights that the tool multiplies with; the KL
+divergence of the quantized model from the float one, its cost; and of the GGUF from the quantized model, in nats per
+token and as a share of that cost: with the GGUF's weights in transformers, in this program with precision f32, and in
+llama.cpp, whose products round activations to 8 bits. What that rounding costs alone is the last figure: llama.cpp with
+the quantized model's exact floats in Q8_0. Embeddings and head stay F16.
 
 Needs bitsandbytes, torchao, optimum-quanto, hqq, accelerate and xllamacpp; tools that are not installed are left out.
 """
 
 import argparse
 import tempfile
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,7 @@ import torch
 
 import bridge
 from scripts.benchlib import Lines, bench, option
-from scripts.peers import reference
+from scripts.peers import reference, tools
 from scripts.peers.fidelity import Reference
 from scripts.peers.fidelity import measure as measured
 from scripts.peers.llama.llama_cpp import window_logits
@@ -102,72 +100,8 @@ def weight_of(module: Any, columns: int) -> torch.Tensor:
     return (module(identity) - (0 if module.bias is None else module.bias)).T
 
 
-def by_transformers(settings: Callable[[], Any] | None, folder: Path) -> tuple[Any, Callable[[Path], Any]]:
-    """A model in transformers, quantized with what `settings` returns, and what saves it."""
-    from transformers import AutoModelForCausalLM
-
-    options = {} if settings is None else {"quantization_config": settings(), "device_map": "cpu"}
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
-    return model, model.save_pretrained
-
-
-def bitsandbytes(**settings: Any) -> Any:
-    import bitsandbytes  # noqa: F401
-    from transformers import BitsAndBytesConfig
-
-    return BitsAndBytesConfig(**settings)
-
-
-def four_bits(kind: str, nested: bool = False) -> Any:
-    names = {"quant_type": kind, "use_double_quant": nested, "compute_dtype": torch.float32}
-    return bitsandbytes(load_in_4bit=True, **{f"bnb_4bit_{name}": value for name, value in names.items()})
-
-
-def torchao(kind: str) -> Any:
-    from torchao import quantization as q
-    from transformers import TorchAoConfig
-
-    configs = {
-        "int8": lambda: q.Int8WeightOnlyConfig(),
-        "float8": lambda: q.Float8WeightOnlyConfig(),
-        "intx": lambda: q.IntxWeightOnlyConfig(torch.int4, q.PerGroup(64)),
-    }
-    return TorchAoConfig(configs[kind]())
-
-
-def quanto(kind: str, folder: Path) -> tuple[Any, Callable[[Path], Any]]:
-    from optimum import quanto as q
-
-    model, _ = by_transformers(None, folder)
-    quantized = q.QuantizedModelForCausalLM.quantize(model, weights=getattr(q, kind), exclude="lm_head")
-    return model, quantized.save_pretrained
-
-
-def hqq(axis: int, folder: Path) -> tuple[Any, Callable[[Path], Any]]:
-    from hqq.core.quantize import BaseQuantizeConfig
-    from hqq.models.hf.base import AutoHQQHFModel
-
-    model, _ = by_transformers(None, folder)
-    config = BaseQuantizeConfig(nbits=4, group_size=64, axis=axis)
-    AutoHQQHFModel.quantize_model(model, quant_config=config, compute_dtype=torch.float32, device="cpu")
-    return model, lambda out: AutoHQQHFModel.save_quantized(model, str(out))
-
-
-# a tool -> from a float model's folder to the quantized model, and what saves it
-TOOLS: dict[str, Callable[[Path], tuple[Any, Callable[[Path], Any]]]] = {
-    "bitsandbytes NF4": partial(by_transformers, lambda: four_bits("nf4")),
-    "bitsandbytes NF4, nested": partial(by_transformers, lambda: four_bits("nf4", nested=True)),
-    "bitsandbytes FP4": partial(by_transformers, lambda: four_bits("fp4")),
-    "bitsandbytes LLM.int8": partial(by_transformers, lambda: bitsandbytes(load_in_8bit=True)),
-    "torchao int8": partial(by_transformers, lambda: torchao("int8")),
-    "torchao intx, 4 bits": partial(by_transformers, lambda: torchao("intx")),
-    "torchao float8": partial(by_transformers, lambda: torchao("float8")),
-    "quanto qint4": partial(quanto, "qint4"),
-    "quanto qint8": partial(quanto, "qint8"),
-    "hqq, 4 bits": partial(hqq, 1),
-    "hqq, 4 bits, axis 0": partial(hqq, 0),
-}
-
+# those of peers/tools.py whose quantized models are PyTorch's
+TOOLS = {name: tool for name, (package, tool) in tools.TOOLS.items() if package in tools.IN_TORCH}
 
 OPTIONS = (
     option("--text", required=True), option("--windows", 8), "--length",

@@ -100,14 +100,17 @@ class Measured:
         return sum(self.error[name] for name in chosen) / sum(self.power[name] for name in chosen)
 
 
-def measure(path: Path, against: Reference, predictions: bool = True) -> Measured:
-    """Measure the GGUF at `path`: its weights and, with `predictions`, its logits."""
+def measure(path: Path, against: Reference, predictions: bool = True, weights: Weights | None = None) -> Measured:
+    """Measure the GGUF at `path`: its weights and, with `predictions`, its logits.
+
+    weights  its tensors by Hugging Face names, columns unfolded; None: as `gguf_weights` reads them
+    """
     blocks = [
         tensor
         for tensor in gguf.GGUFReader(str(path)).tensors
         if tensor.name.startswith("blk.") and tensor.name.endswith(".weight") and len(tensor.shape) == 2
     ]
-    weights = against.unfold(gguf_weights(path))
+    weights = against.unfold(gguf_weights(path)) if weights is None else weights
     measured = Measured(
         types=Counter(tensor.tensor_type.name for tensor in blocks),
         bpw=8 * sum(int(t.n_bytes) for t in blocks) / sum(int(t.n_elements) for t in blocks),

@@ -32,11 +32,13 @@ FORMATS = {
 }
 CHECKPOINTS = {
     "checkpoints": [
-        {"name": "4 bits", "kl_linears": 4e-7, "kl_file": 2e-5, "kl_checkpoint": 3e-3},
+        {
+            "name": "4 bits", "kl_linears": 4e-7, "kl_file": 2e-5, "kl_checkpoint": 3e-3,
+            "usual": [{"preset": "Q4_K_M", "imatrix": m, "kl": kl} for m, kl in ((False, 4.2e-3), (True, 3.1e-3))],
+        },
         {"name": "8 bits", "kl_linears": 0.0, "kl_file": 4e-5, "kl_checkpoint": None},
     ],
-    "through_floats": {"name": "through floats", "kl": 4.2e-3},
-}
+}  # fmt: skip
 PRODUCTS = {
     "machine": "a machine",
     "products": [
@@ -143,7 +145,8 @@ def test_fidelity_is_compared_with_the_checkpoints_own_cost():
     assert [label.get_text() for label in axes.get_yticklabels()] == ["8 bits", "4 bits"]
     assert drawn["added by converting the linears"] == [[1e-8, 0], [4e-7, 1]]  # an exact one is at the left edge
     assert drawn["the checkpoint itself, from its float model"] == [[3e-3, 1]]
-    assert [x for x, _ in drawn["through floats"]] == [4.2e-3, 4.2e-3]
+    assert drawn["dequantized, then quantized by llama.cpp"] == [[4.2e-3, 1]]  # in its own row
+    assert drawn["dequantized, then quantized by llama.cpp, with an imatrix"] == [[3.1e-3, 1]]
     assert "left is better" in axes.get_xlabel()
 
 

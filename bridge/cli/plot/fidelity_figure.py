@@ -12,7 +12,7 @@ _LEAST = 1e-8  # where a divergence of 0 is drawn
 def figure(record: dict[str, Any], theme: Theme) -> Figure:
     """The picture of fidelity.py's JSON: {"checkpoints": [{"name", "kl_linears", "kl_file", maybe "kl_checkpoint"}]}.
 
-    "through_floats", if it is there, is a line: {"name", "kl"} of dequantizing and quantizing again.
+    A row may have "usual", [{"preset", "imatrix", "kl"}]: dequantizing it and quantizing that by llama.cpp.
     """
     rows = sorted(record["checkpoints"], key=lambda row: row["kl_linears"])
     if not any(row["kl_file"] > 0 for row in rows):
@@ -26,15 +26,25 @@ def figure(record: dict[str, Any], theme: Theme) -> Figure:
         ("kl_checkpoint", "the checkpoint itself, from its float model", OTHER, "D", OTHER),
     )
     for key, label, colour, marker, inside in marks:
-        shown = [(row[key], y) for y, row in zip(places, rows, strict=True) if row.get(key) is not None]
-        if shown:
+        if shown := [(row[key], y) for y, row in zip(places, rows, strict=True) if row.get(key) is not None]:
             across, down = zip(*shown, strict=True)
             axes.plot(
                 [max(x, _LEAST) for x in across], down, marker, color=colour, markerfacecolor=inside, markersize=5.5,
                 label=label,
             )  # fmt: skip
-    if again := record.get("through_floats"):
-        axes.axvline(again["kl"], color=THEIRS, linestyle="--", linewidth=1.4, label=again["name"])
+    for imatrix, label, inside in ((False, "", "none"), (True, ", with an imatrix", THEIRS)):
+        usual = [
+            (way["kl"], y)
+            for y, row in zip(places, rows, strict=True)
+            for way in row.get("usual", ())
+            if way["imatrix"] is imatrix
+        ]
+        if usual:
+            across, down = zip(*usual, strict=True)
+            axes.plot(
+                across, down, "s", color=THEIRS, markerfacecolor=inside, markersize=5.5,
+                label=f"dequantized, then quantized by llama.cpp{label}",
+            )  # fmt: skip
     exact = f"; at {_LEAST:.0e}: exact" if any(row["kl_linears"] == 0 for row in rows) else ""
     axes.set_xscale("log")
     axes.set_yticks(places, [row["name"] for row in rows])
