@@ -15,7 +15,8 @@ def figure(record: dict[str, Any], theme: Theme) -> Figure:
     """The picture of fidelity.py's JSON: {"checkpoints": [{"name", "kl_file", maybe "kl_checkpoint", "usual"}]}.
 
     "usual" are files of llama.cpp's quantizer, of the dequantized checkpoint: {"kl", "imatrix"}; the best is drawn.
-    A name is that of a model and, after a comma, of what wrote the checkpoint; rows of one model stand together. The note is how many times as much the usual way adds.
+    A name is a model's and, after a comma, that of what wrote the checkpoint; a model is the heading of its rows.
+    The note is how many times as much the usual way adds.
     """
     checkpoints = record["checkpoints"]
     if not any(row["kl_file"] > 0 for row in checkpoints):
@@ -29,10 +30,10 @@ def figure(record: dict[str, Any], theme: Theme) -> Figure:
     rows = []
     model = ""
     for row in checkpoints:
-        before, _, tool = row["name"].rpartition(", ")
-        if before and before != model:
-            rows.append(Row(before))
-        model = before
+        of_model, comma, tool = str(row["name"]).partition(", ")
+        if comma and of_model != model:
+            rows.append(Row(of_model))
+        model = of_model
         added = float(row["kl_file"])
         marks, note = [], ""
         if row.get("kl_checkpoint") is not None:
@@ -41,11 +42,12 @@ def figure(record: dict[str, Any], theme: Theme) -> Figure:
             best = min(way["kl"] for way in row["usual"])
             marks.append((float(best), through_floats))
             note = f"{best / added:,.0f} times" if added else ""
-        rows.append(Row(tool, [*marks, (added, converting)], note))
+        rows.append(Row(tool or of_model, [*marks, (added, converting)], note))
     drawn = {entry for row in rows for _, entry in row.marks}
     exact = f"; {_LEAST:.0e} is exact" if any(row["kl_file"] == 0 for row in checkpoints) else ""
+    about = f"KL divergence that each step adds; left is better{exact}"
     return rows_figure(
         rows, [entry for entry in (converting, through_floats, quantizing) if entry in drawn], theme,
-        title="From GPTQ and AWQ checkpoints to GGUF", about=f"KL divergence that each step adds; left is better{exact}",
-        axis="KL divergence, nats per token", note="usual way:" if any(row.note for row in rows) else "", least=_LEAST,
+        title="From quantized checkpoints to GGUF", about=about, axis="KL divergence, nats per token",
+        note="usual way:" if any(row.note for row in rows) else "", least=_LEAST,
     )  # fmt: skip

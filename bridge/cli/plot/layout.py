@@ -8,9 +8,9 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 from matplotlib.lines import Line2D
 from matplotlib.textpath import TextPath
@@ -41,11 +41,11 @@ def text_width(text: str, size: float = TEXT, bold: bool = False) -> float:
     return float(TextPath((0, 0), text, size=size, prop=font).get_extents().x1)
 
 
-def wrapped(text: str, width: float) -> list[str]:
+def wrapped(text: str, width: float, bold: bool = False) -> list[str]:
     """Lines of a text that are at most `width` points wide, if its words are."""
     lines: list[str] = []
     for word in text.split(" "):
-        if lines and text_width(f"{lines[-1]} {word}") <= width:
+        if lines and text_width(f"{lines[-1]} {word}", bold=bold) <= width:
             lines[-1] += f" {word}"
         else:
             lines.append(word)
@@ -113,7 +113,8 @@ class Page:
         across = [part / WIDTH for part in ((x, x + _SAMPLE) if entry.line else (x + _SAMPLE / 2,))]
         face = entry.colour if entry.filled else "none"
         if entry.line:
-            self.figure.add_artist(Line2D(across, [y / self.height] * 2, color=entry.colour, linestyle=entry.line))
+            style: Any = entry.line
+            self.figure.add_artist(Line2D(across, [y / self.height] * 2, color=entry.colour, linestyle=style))
         middle = [(x + _SAMPLE / 2) / WIDTH], [y / self.height]
         self.figure.add_artist(
             Line2D(*middle, color=entry.colour, marker=entry.marker, markerfacecolor=face, markersize=7, linestyle="")
@@ -142,8 +143,7 @@ def _rows(legend: Sequence[Entry], room: float) -> list[list[Entry]]:
 class Labels:
     """Labels beside marks, each where it covers least: other labels, marks and lines.
 
-    Axes have their limits before. `add` collects labels; `draw` places them one after another, then each of them again
-    with all others in place.
+    Axes have their limits before.
     """
 
     def __init__(
@@ -161,11 +161,15 @@ class Labels:
         """A bold label of one or more lines beside one of these places, the first if all are as good."""
         self.labels.append(_Label(places, text, colour, bold=True, of_point=False))
 
-    def draw(self) -> None:
+    def place(self) -> None:
+        """Find the places: one label after another, then each of them again with all others in place."""
         for _ in range(_PASSES):
             for label in self.labels:
                 others = [other.box for other in self.labels if other is not label and other.box]
                 _, label.box, label.mark = min(self._choices(label, others))
+
+    def draw(self) -> None:
+        self.place()
         for label in self.labels:
             assert label.box is not None
             if label.of_point and _distance(label.box, label.mark) > _LEADER:
@@ -173,7 +177,9 @@ class Labels:
             left, bottom, right, top = label.box
             x, _ = label.mark
             # the side towards the mark stays where it is if the reader's font is narrower
-            align, edge = ("left", left) if left >= x else ("right", right) if right <= x else ("center", (left + right) / 2)
+            align, edge = (
+                ("left", left) if left >= x else ("right", right) if right <= x else ("center", (left + right) / 2)
+            )
             self.axes.annotate(
                 label.text, (edge, (bottom + top) / 2), xycoords="figure points", ha=align, va="center",
                 color=label.colour, weight="bold" if label.bold else "normal", linespacing=_SPACING,
@@ -219,7 +225,9 @@ class Labels:
         if own <= _LEADER:
             return any(_distance(box, other) < own + 2 for other in others)
         leader = mark, _nearest(box, mark)
-        return any(_crosses(_around(other), leader) for other in (*others, *self.rings) if math.dist(other, mark) > _MARK)
+        return any(
+            _crosses(_around(other), leader) for other in (*others, *self.rings) if math.dist(other, mark) > _MARK
+        )
 
     def _cost(self, box: Box, others: Sequence[Box]) -> float:
         left, bottom, right, top = self.room

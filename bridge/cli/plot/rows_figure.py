@@ -1,7 +1,7 @@
 """Marks in rows: a row for each model or type, its name at the left, values along a logarithmic axis.
 
-    SmolLM2 135M   o-----------D      0.03
-    Gemma 3 270M     o------D         0.11
+SmolLM2 135M   o-----------D      0.03
+Gemma 3 270M     o------D         0.11
 """
 
 from collections.abc import Sequence
@@ -71,7 +71,7 @@ def rows_figure(
     _note(axes, note, (1 + (_GAP + notes) / (right - left), -4), "bottom")
     axes.set_yticks(middles, [row.name for row in rows], linespacing=1.15)
     for row, label in zip(rows, axes.get_yticklabels(), strict=True):
-        label.set_weight("normal" if row.marks else "bold")
+        label.set_fontweight("normal" if row.marks else "bold")
     axes.set_xlabel(axis)
     axes.spines["left"].set_visible(False)
     return page.figure

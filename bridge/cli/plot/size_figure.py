@@ -109,7 +109,9 @@ def _draw(axes: Axes, members: Sequence[Row], entry: Entry, theme: Theme) -> Non
 def _best(members: Sequence[Row]) -> list[Point]:
     """The corners of a line: files that are better than all smaller ones."""
     return [
-        (row["bpw"], row["kl"]) for i, row in enumerate(members) if all(row["kl"] < other["kl"] for other in members[:i])
+        (row["bpw"], row["kl"])
+        for i, row in enumerate(members)
+        if all(row["kl"] < other["kl"] for other in members[:i])
     ]
 
 
@@ -163,7 +165,9 @@ def _write_labels(
                 for share in (0.5, 0.25, 0.75, 0, 1)
             ]
             entry = entries[maker, sized]
-            labels.add_along(along or path, entry.text.replace(" with", "\nwith").replace(" quantize", "\nquantize"), entry.colour)
+            labels.add_along(
+                along or path, entry.text.replace(" with", "\nwith").replace(" quantize", "\nquantize"), entry.colour
+            )
     labels.draw()
 
 

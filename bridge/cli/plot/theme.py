@@ -20,7 +20,6 @@ from matplotlib.figure import Figure
 
 WIDTH = 432  # points, of every picture
 TEXT, TITLE = 11, 13  # points, of the smallest text and of the title
-MARKERS = "os^v"
 _INCH = 72  # points
 _DOTS_PER_INCH = 144  # of a PNG
 
