@@ -21,6 +21,7 @@ from typing import Any
 
 from scripts.benchlib import ROOT, Lines, bench, head, option
 from scripts.benchlib.formats import Formats, summary
+from scripts.benchlib.model_names import model_name
 from scripts.benchlib.speeds import Speeds
 
 TEXTS = ROOT.parent / "shared" / "text"
@@ -140,7 +141,7 @@ def record(options: argparse.Namespace, rows: dict[str, dict[str, Any]]) -> dict
         if "missing" not in row["quality"]:
             figures = {key: value for key, value in row["quality"].items() if key != "types"}
             formats.append({"name": name, "maker": row["maker"], **figures, "speed": row.get("speed", {})})
-    return {"model": options.model.name, "bits_of": "whole file", "formats": formats}
+    return {"model": model_name(options.model), "bits_of": "whole file", "formats": formats}
 
 
 def named(text: str) -> tuple[str, Path]:

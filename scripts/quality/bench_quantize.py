@@ -39,6 +39,7 @@ from bridge.quantize.grids.superblock import SuperblockGrid
 from bridge.quantize.quantizer import LayerHooks
 from scripts.benchlib import Lines, bench, head, option, output_of
 from scripts.benchlib.divergence import Divergence, FloatModel
+from scripts.benchlib.model_names import model_name
 from scripts.peers import llm_compressor, nvfp4, reference
 from scripts.peers.gguf_file import Blocks
 from scripts.peers.llama import ggml
@@ -131,7 +132,7 @@ def measure(options: argparse.Namespace) -> Lines:
         yield from ik_llama(float_model, options.ik_llama)
     if options.groups:
         yield from groups_table(float_model, gradients, options.groups)
-    return {"model": options.model.name, "bits_of": "linears", "peer": peer(), "formats": points}
+    return {"model": model_name(options.model), "bits_of": "linears", "peer": peer(), "formats": points}
 
 
 def peer() -> dict[str, str]:

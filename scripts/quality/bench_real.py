@@ -44,6 +44,7 @@ from scripts.benchlib import ROOT, Lines, bench, head, option
 from scripts.benchlib.contenders import WEIGHTED, Contender, ModelFiles, Tokens, contenders_of
 from scripts.benchlib.divergence import Divergence, imatrix_of
 from scripts.benchlib.formats import summary
+from scripts.benchlib.model_names import model_name
 from scripts.benchlib.real_models import DITHERED, PACKAGED, float_model
 from scripts.benchlib.real_texts import KINDS, text_of, windows_of
 from scripts.benchlib.token_kl import ARITHMETICS, FLOAT32, Beside, FloatReference, TokenKl
@@ -145,7 +146,7 @@ def measure(options: argparse.Namespace) -> Lines:
     yield from summaries(rows, list(windows), failed)
     yield from details(rows)
     return {
-        "model": name, "bits_of": "whole file", "calibrated": texts,
+        "model": model_name(name), "bits_of": "whole file", "calibrated": texts,
         "tokens": {**tokens.record, "digest": tokens.digest}, "formats": [row.figures() for row in rows],
     }  # fmt: skip
 

@@ -1,56 +1,53 @@
-"""How far GGUFs are from their checkpoints, compared with what quantizing the checkpoints had cost."""
+"""What converting adds to checkpoints, compared with what the usual way adds and with what quantizing them had cost."""
 
 from typing import Any
 
 from matplotlib.figure import Figure
 
-from bridge.cli.plot.theme import OTHER, OURS, THEIRS, NothingToDraw, Theme, plain_frame
+from bridge.cli.plot.layout import Entry
+from bridge.cli.plot.rows_figure import Row, rows_figure
+from bridge.cli.plot.theme import NothingToDraw, Theme
 
 _LEAST = 1e-8  # where a divergence of 0 is drawn
 
 
 def figure(record: dict[str, Any], theme: Theme) -> Figure:
-    """The picture of fidelity.py's JSON: {"checkpoints": [{"name", "kl_linears", "kl_file", maybe "kl_checkpoint"}]}.
+    """The picture of fidelity.py's JSON: {"checkpoints": [{"name", "kl_file", maybe "kl_checkpoint", "usual"}]}.
 
-    A row may have "usual", [{"preset", "imatrix", "kl"}]: dequantizing it and quantizing that by llama.cpp.
+    "usual" are files of llama.cpp's quantizer, of the dequantized checkpoint: {"kl", "imatrix"}; the best is drawn.
+    A name is a model's and, after a comma, that of what wrote the checkpoint; a model is the heading of its rows.
+    The note is how many times as much the usual way adds.
     """
-    rows = sorted(record["checkpoints"], key=lambda row: row["kl_linears"])
-    if not any(row["kl_file"] > 0 for row in rows):
+    checkpoints = record["checkpoints"]
+    if not any(row["kl_file"] > 0 for row in checkpoints):
         raise NothingToDraw("none of its files differs from its checkpoint")
-    picture = Figure(figsize=(8.2, 0.26 * len(rows) + 1.7), layout="constrained")
-    axes = picture.subplots()
-    places = range(len(rows))
-    marks = (
-        ("kl_linears", "added by converting the linears", OURS, "o", OURS),
-        ("kl_file", "added by the whole file (embeddings and head in Q8_0)", OURS, "o", "none"),
-        ("kl_checkpoint", "the checkpoint itself, from its float model", OTHER, "D", OTHER),
-    )
-    for key, label, colour, marker, inside in marks:
-        if shown := [(row[key], y) for y, row in zip(places, rows, strict=True) if row.get(key) is not None]:
-            across, down = zip(*shown, strict=True)
-            axes.plot(
-                [max(x, _LEAST) for x in across], down, marker, color=colour, markerfacecolor=inside, markersize=5.5,
-                label=label,
-            )  # fmt: skip
-    for imatrix, label, inside in ((False, "", "none"), (True, ", with an imatrix", THEIRS)):
-        usual = [
-            (way["kl"], y)
-            for y, row in zip(places, rows, strict=True)
-            for way in row.get("usual", ())
-            if way["imatrix"] is imatrix
-        ]
-        if usual:
-            across, down = zip(*usual, strict=True)
-            axes.plot(
-                across, down, "s", color=THEIRS, markerfacecolor=inside, markersize=5.5,
-                label=f"dequantized, then quantized by llama.cpp{label}",
-            )  # fmt: skip
-    exact = f"; at {_LEAST:.0e}: exact" if any(row["kl_linears"] == 0 for row in rows) else ""
-    axes.set_xscale("log")
-    axes.set_yticks(places, [row["name"] for row in rows])
-    axes.set_ylim(-0.7, len(rows) - 0.3)
-    axes.set_xlabel("KL divergence (nats per token); left is better" + exact)
-    axes.set_title("what a conversion adds, compared with what quantizing had cost", loc="left")
-    plain_frame(axes)
-    picture.legend(loc="outside lower left", ncols=2)
-    return picture
+    weighted = any(way["imatrix"] for row in checkpoints for way in row.get("usual", ()))
+    usual = f"dequantizing and llama.cpp{' with imatrix' if weighted else ''} add"
+    converting, through_floats, quantizing = (
+        Entry("gguf-bridge convert adds", theme.ours, "o"), Entry(usual, theme.theirs, "s"),
+        Entry("quantizing had cost", theme.other, "D"),
+    )  # fmt: skip
+    rows = []
+    model = ""
+    for row in checkpoints:
+        of_model, comma, tool = str(row["name"]).partition(", ")
+        if comma and of_model != model:
+            rows.append(Row(of_model))
+        model = of_model
+        added = float(row["kl_file"])
+        marks, note = [], ""
+        if row.get("kl_checkpoint") is not None:
+            marks.append((float(row["kl_checkpoint"]), quantizing))
+        if row.get("usual"):
+            best = min(way["kl"] for way in row["usual"])
+            marks.append((float(best), through_floats))
+            note = f"{best / added:,.0f} times" if added else ""
+        rows.append(Row(tool or of_model, [*marks, (added, converting)], note))
+    drawn = {entry for row in rows for _, entry in row.marks}
+    exact = f"; {_LEAST:.0e} is exact" if any(row["kl_file"] == 0 for row in checkpoints) else ""
+    about = f"KL divergence that each step adds; left is better{exact}"
+    return rows_figure(
+        rows, [entry for entry in (converting, through_floats, quantizing) if entry in drawn], theme,
+        title="From quantized checkpoints to GGUF", about=about, axis="KL divergence, nats per token",
+        note="usual way:" if any(row.note for row in rows) else "", least=_LEAST,
+    )  # fmt: skip

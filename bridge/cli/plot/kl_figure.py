@@ -1,15 +1,19 @@
-"""KL divergence against size: a point for each format, a line for each maker through its best ones."""
+"""KL divergence of files by who made them: in rows where all makers wrote files of the same types, or against size."""
 
-from itertools import compress
+from collections import Counter
 from typing import Any
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from bridge.cli.plot.theme import MARKERS, OTHER, OURS, THEIRS, NothingToDraw, Theme, plain_frame
+from bridge.cli.plot import makers, size_figure
+from bridge.cli.plot.layout import Entry
+from bridge.cli.plot.logarithms import plain_number
+from bridge.cli.plot.rows_figure import Row, rows_figure
+from bridge.cli.plot.theme import NothingToDraw, Theme
 
-_COLOURS = {"gguf-bridge": OURS, "llama.cpp": THEIRS}
-_NEAR = 1.25  # divergences whose names would overlap
+_LLAMA_CPP = "llama.cpp"  # an arithmetic, in a row's "texts"
+_NATS = "KL divergence, nats per token"
+_MARKERS = "sDv"  # of a type's peers; ours are circles
 
 
 def figure(record: dict[str, Any], theme: Theme) -> Figure:
@@ -20,46 +24,58 @@ def figure(record: dict[str, Any], theme: Theme) -> Figure:
     rows = [row for row in record["formats"] if row.get("kl") and row["kl"] > 0]
     if not rows:
         raise NothingToDraw("none of its formats has a KL divergence")
-    picture = Figure(figsize=(8.2, 6), layout="constrained")
-    axes = picture.subplots()
-    makers = list(dict.fromkeys(row["maker"] for row in rows))
-    for maker, marker in zip(makers, MARKERS * len(makers), strict=False):
-        members = sorted((row for row in rows if row["maker"] == maker), key=lambda row: (row["bpw"], row["kl"]))
-        colour = next((c for name, c in _COLOURS.items() if maker.startswith(name)), OTHER)
-        bits, divergences = ([float(row[key]) for row in members] for key in ("bpw", "kl"))
-        errors = [float(row.get("kl_error") or 0) for row in members]
-        axes.errorbar(bits, divergences, errors, color=colour, marker=marker, markersize=5, linestyle="", label=maker)
-        best = [all(y < other for other in divergences[:i]) for i, y in enumerate(divergences)]
-        drawn = colour in _COLOURS.values()  # makers of single files have no line
-        if drawn:
-            axes.plot(*zip(*compress(zip(bits, divergences, strict=True), best), strict=True), color=colour)
-        rings = [(x, row["checkpoint_kl"]) for row, x in zip(members, bits, strict=True) if row.get("checkpoint_kl")]
-        if rings:
-            label = "the checkpoint itself (drawn at its GGUF's size)"
-            across, divergence = zip(*rings, strict=True)
-            axes.plot(across, divergence, "o", color=theme.ink, markerfacecolor="none", markersize=11, label=label)
-        names = [row["name"].partition(",")[0] if colour == OURS else row["name"] for row in members]  # see the legend
-        for i, (name, x, y) in enumerate(zip(names, bits, divergences, strict=True)):
-            if not drawn:
-                _name(axes, name, x, y, below=sorted(divergences).index(y) % 2 == 0)
-            elif best[i]:
-                _name(axes, name, x, y, below=True, left=True)
-            elif i + 1 < len(bits) and bits[i + 1] == x and divergences[i + 1] < _NEAR * y:
-                names[i + 1] = f"{name}, {names[i + 1]}"
-            else:
-                _name(axes, name, x, y, below=False)
-    axes.set_yscale("log")
-    axes.margins(x=0.09, y=0.1)
-    axes.set_xlabel(f"bits per weight, scales included ({record.get('bits_of', 'whole file')})")
-    axes.set_ylabel("KL divergence from the float model (nats per token)")
-    axes.set_title(f"{record['model']}: lower left is better", loc="left")
-    plain_frame(axes)
-    axes.legend(loc="upper right")
-    return picture
+    of_ours, of_peers = (Counter(row["name"] for row in rows if makers.ours(row["maker"]) == own) for own in (1, 0))
+    if set(of_ours) == set(of_peers):
+        once = {*of_ours.values(), *of_peers.values()} == {1}
+        return (_by_type if once else _by_maker)(record, rows, theme)
+    return size_figure.figure(record, rows, theme)
 
 
-def _name(axes: Axes, name: str, x: float, y: float, below: bool, left: bool = False) -> None:
-    """Write a point's name beside it: left and below where a line comes from above."""
-    offset = (-3 if left else 5, -3 if below else 3)
-    across, along = "right" if left else "left", "top" if below else "bottom"
-    axes.annotate(name, (x, y), xytext=offset, textcoords="offset points", size=8, ha=across, va=along)
+def _about(record: dict[str, Any]) -> str:
+    return f"From the float model; left is better; {makers.bits_of(record)}"
+
+
+def _by_type(record: dict[str, Any], rows: list[dict[str, Any]], theme: Theme) -> Figure:
+    """A row for each type, with a peer's mark and ours, and the ratio of ours to the peer's."""
+    entries: dict[str, Entry] = {}
+    for maker in sorted({row["maker"]: None for row in rows}, key=makers.ours):
+        marker = "o" if makers.ours(maker) else _MARKERS[len(entries) % len(_MARKERS)]
+        filled = makers.ours(maker) or not entries
+        entries[maker] = Entry(makers.name(maker), makers.colour(maker, theme), marker, filled)
+    by_type: dict[str, list[dict[str, Any]]] = {}
+    for row in sorted(rows, key=lambda row: -row["bpw"]):
+        by_type.setdefault(row["name"], []).append(row)
+    drawn = []
+    for name, both in by_type.items():
+        theirs, ours = sorted(both, key=lambda row: makers.ours(row["maker"]))
+        marks = [(row["kl"], entries[row["maker"]]) for row in (theirs, ours)]
+        drawn.append(Row(f"{name}, {ours['bpw']:.2f} bits", marks, f"{ours['kl'] / theirs['kl']:.2f}"))
+    title = f"{record['model']}: KL divergence by type"
+    legend = list(entries.values())
+    return rows_figure(drawn, legend, theme, title=title, about=_about(record), axis=_NATS, note="ratio")
+
+
+def _by_maker(record: dict[str, Any], rows: list[dict[str, Any]], theme: Theme) -> Figure:
+    """A group of rows for each type, a row for each maker; a second mark for llama.cpp's arithmetic, if measured."""
+    by_type: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        by_type.setdefault(row["name"], []).append(row)
+    twice = any(_LLAMA_CPP in row.get("texts", {}) for row in rows)
+    drawn = []
+    for name, members in by_type.items():
+        size = f", {members[0]['bytes'] / 1e6:.0f} MB" if "bytes" in members[0] else ""
+        drawn.append(Row(f"{name}{size}, {members[0]['bpw']:.2f} bits"))
+        for row in members:
+            colour = makers.colour(row["maker"], theme)
+            marks = [(float(row["kl"]), Entry("", colour, "o"))]
+            if texts := row.get("texts", {}).get(_LLAMA_CPP):
+                mean = sum(text["kl"] for text in texts.values()) / len(texts)
+                marks.append((mean, Entry("", colour, "D", filled=False)))
+            name_of_row = makers.name(row["maker"]).removeprefix("gguf-bridge ")
+            drawn.append(Row(name_of_row, marks, plain_number(row["kl"], digits=2)))
+    legend = [Entry("llama.cpp", theme.theirs, "o"), Entry("gguf-bridge", theme.ours, "o")]
+    if twice:
+        legend += [Entry("in float32", theme.ink, "o"), Entry("run by llama.cpp", theme.ink, "D", filled=False)]
+    note = "in float32" if twice else ""
+    title = f"{record['model']}: KL divergence by quantizer"
+    return rows_figure(drawn, legend, theme, title=title, about=_about(record), axis=_NATS, note=note)

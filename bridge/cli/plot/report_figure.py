@@ -11,12 +11,16 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Colormap, LogNorm, Normalize
 from matplotlib.figure import Figure
 
-from bridge.cli.plot.theme import NothingToDraw, Theme
+from bridge.cli.plot.layout import EDGE, LINE, wrapped
+from bridge.cli.plot.logarithms import plain_logarithm
+from bridge.cli.plot.theme import TEXT, WIDTH, NothingToDraw, Theme, new_figure
 from bridge.gguf_file.tensor_names import block_of
 from bridge.system.text import percent, size_text
 
 _EXACT = "#b6bdc5"
-_MOST_TEXTS = 8  # layers whose cells have room for their values
+_PITCH = 1.75 * TEXT  # points, from row to row
+_AROUND = 54  # points, above and below a map
+_MOST_TEXTS = 4  # layers whose cells have room for their values
 _SHADES = 48  # matplotlib draws the scale of more as a bitmap
 _COLOURS = "viridis"  # yellow is worst: much error, codes lost, many bits
 
@@ -56,19 +60,21 @@ def figure(record: dict[str, Any], theme: Theme) -> Figure:
     error = cells.values(lambda t: t["fidelity"]["nmse"])
     bits = cells.values(lambda t: t["bpw"])
     panels = 2 + bool(np.isfinite(codes).any())
-    height = 0.27 * len(cells.kinds) + 0.75
-    picture = Figure(figsize=(8.2, height * panels + 0.6), layout="constrained")
-    picture.suptitle(_title(record), x=0.01, ha="left", fontsize=11)
+    title = wrapped(_title(record), WIDTH - 2 * EDGE, bold=True)
+    height = _PITCH * len(cells.kinds) + _AROUND
+    picture = new_figure(height * panels + LINE * (len(title) + 2), layout="constrained")
+    picture.get_layout_engine().set(w_pad=EDGE / 72)  # inches
+    picture.suptitle("\n".join(title), x=EDGE / WIDTH, ha="left", fontsize=TEXT, weight="bold")
     axes = picture.subplots(panels, 1, squeeze=False)[:, 0]
     _error_map(axes[0], cells, error)
     if panels == 3:
         image = _map(axes[1], cells, codes, Normalize(0, 1), lambda v, _: percent(v, 3), f"{_COLOURS}_r")
         axes[1].set_title("share of the checkpoint's codes in the GGUF", loc="left")
-        bar = axes[1].figure.colorbar(image, ax=axes[1], ticks=[0, 0.5, 1], pad=0.02, aspect=12)
+        bar = _colour_bar(axes[1], image)
+        bar.set_ticks([0, 0.5, 1])
         bar.ax.set_yticklabels(["0%", "50%", "100%"])
-        _bar_label(bar, "of the weights")
     _bits_map(axes[-1], cells, bits)
-    axes[-1].set_xlabel("layer" + _outside(cells.outside))
+    axes[-1].set_xlabel("\n".join(["layer", *_outside(cells.outside)]))
     return picture
 
 
@@ -80,9 +86,10 @@ def _error_map(axes: Axes, cells: _Cells, error: np.ndarray) -> None:
     low, high = min(low, middle / math.sqrt(10)), max(high, middle * math.sqrt(10))
     shown = np.where(error == 0, low / 10, error)  # below the scale: drawn as exact
     image = _map(axes, cells, shown, LogNorm(low, high), lambda v, _: "exact" if v < low else f"{v:.1e}")
-    axes.set_title("added squared error over squared weights (NMSE)", loc="left")
-    bar = axes.figure.colorbar(image, ax=axes, pad=0.02, aspect=12)
-    _bar_label(bar, "NMSE" + ("; grey: exact" if (error == 0).any() else ""))
+    exact = "; grey: exact" if (error == 0).any() else ""
+    axes.set_title(f"added squared error over squared weights (NMSE){exact}", loc="left")
+    bar = _colour_bar(axes, image)
+    plain_logarithm(bar.ax.yaxis)
 
 
 def _bits_map(axes: Axes, cells: _Cells, bits: np.ndarray) -> None:
@@ -94,11 +101,10 @@ def _bits_map(axes: Axes, cells: _Cells, bits: np.ndarray) -> None:
     levels: dict[float, set[str]] = {}
     for (kind, layer), name in names.items():
         levels.setdefault(round(bits[cells.kinds.index(kind), layer], 3), set()).add(name)
-    bar = axes.figure.colorbar(image, ax=axes, pad=0.02, aspect=12)
+    bar = _colour_bar(axes, image)
     if len(levels) <= 4:
         bar.set_ticks(sorted(levels))
         bar.ax.set_yticklabels([f"{level:.2f} {'/'.join(sorted(levels[level]))}" for level in sorted(levels)])
-    _bar_label(bar, "bits per weight")
 
 
 def _map(
@@ -124,25 +130,26 @@ def _map(
                 light = 0.3 * red + 0.59 * green + 0.11 * blue > 0.5
                 label = text(value, (cells.kinds[row], column))
                 # near black and near white: the theme's own colours would change with the page
-                axes.text(column, row, label, ha="center", va="center", size=8, color="#000001" if light else "#fffffe")
+                axes.text(column, row, label, ha="center", va="center", color="#000001" if light else "#fffffe")
     return image
 
 
-def _bar_label(bar: Any, text: str) -> None:
+def _colour_bar(axes: Axes, image: ScalarMappable) -> Any:
+    bar: Any = axes.figure.colorbar(image, ax=axes, pad=0.02, aspect=12)
     bar.outline.set_visible(False)
     bar.solids.set_edgecolor("face")  # no gaps between the shades
     bar.ax.tick_params(length=0, which="both")
-    bar.set_label(text)
+    return bar
 
 
 def _title(record: dict[str, Any]) -> str:
     weights = sum(math.prod(t["shape"]) for t in record["tensors"])
     bits = 8 * sum(t["nbytes"] for t in record["tensors"]) / weights
     source, output = size_text(record["source_bytes"]), size_text(record["output_bytes"])
-    name = Path(record["checkpoint"]).name
+    name = record.get("title") or Path(record["checkpoint"]).name
     return f"{name}: {source} {record['format']} to {output} GGUF, {bits:.2f} bits per weight in all"
 
 
-def _outside(tensors: list[dict[str, Any]]) -> str:
+def _outside(tensors: list[dict[str, Any]]) -> list[str]:
     texts = [f"{t['kind']} {t['type']}, NMSE {t['fidelity']['nmse']:.1e}" for t in tensors]
-    return f"  (not in a layer: {'; '.join(texts)})" if texts else ""
+    return wrapped(f"outside of layers: {'; '.join(texts)}", WIDTH - 100) if texts else []

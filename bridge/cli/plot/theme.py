@@ -1,8 +1,12 @@
 """The common part of all pictures: colours for light and dark pages, sizes of text, and writing a figure to a file.
 
-An SVG is drawn for a light page and has a style sheet that swaps the colours of page and ink if the reader's page is
-dark (prefers-color-scheme). Its background is opaque, so it can be read on any page. Texts remain text, which makes
-the file small and searchable.
+An SVG has an opaque background of its own, so its contrast is the same on every page. It is drawn for a light page and
+has a style sheet that swaps all colours where the reader prefers dark (prefers-color-scheme). In an <img> of GitHub or
+of the site, browsers answer that query with the color-scheme of the page around it, so the site's own toggle counts
+too; a browser that asks the system instead shows a white panel on a dark page, which can be read as well.
+
+Pictures are 432 points (576 pixels) wide: with texts of 11 points, they can be read on a phone, where a picture is
+shrunk to 358 pixels and the texts to 9. Texts remain text, which makes the file small and searchable.
 """
 
 import io
@@ -14,8 +18,9 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-OURS, THEIRS, OTHER = "#2f7fe0", "#d9822b", "#4a9d5b"  # contrast of 3:1 or more with both pages
-MARKERS = "osD^v"
+WIDTH = 432  # points, of every picture
+TEXT, TITLE = 11, 13  # points, of the smallest text and of the title
+_INCH = 72  # points
 _DOTS_PER_INCH = 144  # of a PNG
 
 
@@ -25,15 +30,22 @@ class NothingToDraw(Exception):
 
 @dataclass(frozen=True)
 class Theme:
-    """Colours of a page."""
+    """Colours of a page. Against `page`, those of texts and data have a contrast of 4.5:1 or more, `frame` of 3:1.
+
+    Blue and orange differ for all kinds of colour blindness; grey differs from both in lightness or in hue.
+    """
 
     page: str
     ink: str
-    faint: str  # grids and frames
+    frame: str  # axes
+    grid: str
+    ours: str  # gguf-bridge
+    theirs: str  # llama.cpp and ggml
+    other: str  # checkpoints, and files of other programs
 
 
-LIGHT = Theme("#ffffff", "#1f2328", "#d0d7de")
-DARK = Theme("#0d1117", "#e6edf3", "#3d444d")
+LIGHT = Theme("#ffffff", "#1f2328", "#818b98", "#d8dee4", "#0860ca", "#b34700", "#59636e")
+DARK = Theme("#0d1117", "#e6edf3", "#6e7781", "#2f3742", "#58a6ff", "#f0883e", "#a4adb8")
 
 
 def style(theme: Theme) -> AbstractContextManager[None]:
@@ -42,19 +54,26 @@ def style(theme: Theme) -> AbstractContextManager[None]:
         **dict.fromkeys(("figure.facecolor", "savefig.facecolor", "axes.facecolor"), theme.page),
         **dict.fromkeys(("axes.labelcolor", "axes.titlecolor", "legend.labelcolor"), theme.ink),
         **dict.fromkeys(("text.color", "xtick.labelcolor", "ytick.labelcolor"), theme.ink),
-        **dict.fromkeys(("axes.edgecolor", "grid.color", "xtick.color", "ytick.color"), theme.faint),
+        **dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color"), theme.frame),
         **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False),
+        **dict.fromkeys(("axes.titlesize", "axes.labelsize", "xtick.labelsize", "ytick.labelsize"), TEXT),
         "axes.axisbelow": True,
-        "axes.titlesize": 10,
+        "figure.dpi": _INCH,  # pixels are points
         "font.family": "sans-serif",
         "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial", "sans-serif"],
-        "font.size": 9,
-        "grid.linewidth": 0.6,
+        "font.size": TEXT,
+        "grid.color": theme.grid,
+        "grid.linewidth": 0.8,
         "svg.fonttype": "none",
         "svg.hashsalt": "gguf-bridge",  # equal figures make equal files
         "image.interpolation": "none",  # one pixel per cell in the file
     }
     return matplotlib.rc_context(settings)
+
+
+def new_figure(height: float, **settings: Any) -> Figure:
+    """An empty picture of this height in points."""
+    return Figure(figsize=(WIDTH / _INCH, height / _INCH), **settings)
 
 
 def rendered(figure: Figure, kind: str, theme: Theme) -> bytes:
