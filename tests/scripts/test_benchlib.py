@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 import bridge
-from scripts import speed_table
 from scripts.benchlib import Lines, bench, head, option, parser, ratio, take_turns
 from scripts.speed.bench_model import in_turns
 
@@ -53,18 +52,6 @@ def test_a_row_of_speeds_has_medians_and_the_median_of_the_turns_ratios() -> Non
     row = {"what": "A", "unit": "tokens/s", "ours": 20.0, "theirs": 5.0, "ratio": 4.0}
     assert in_turns(figures, "a", "A") == row | {"ratio_cpu": 2.0}
     assert in_turns({side: {"a": values["a"]} for side, values in figures.items()}, "a", "A") == row
-
-
-def test_the_readmes_table_has_the_rows_of_its_model_and_threads() -> None:
-    places = [(model, threads) for model in ("other", speed_table.MODEL) for threads in (1, speed_table.THREADS)]
-    rows = [
-        {"model": model, "threads": threads, "what": what, "unit": "s" if "start" in what else "tokens/s",
-         "ours": 1234.5 * threads, "theirs": len(model), "ratio": 2.0}
-        for model, threads in places for what in speed_table.ROWS
-    ]  # fmt: skip
-    first, *_, last = speed_table.rows({"rows": rows})
-    assert first == "| decode | 2,469 tokens/s | 11 tokens/s | 2.00 |"
-    assert last == "| start to first token | 2469.00 s | 11.00 s | 2.00 |"
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str, passes_on: bool = False) -> argparse.Namespace:
