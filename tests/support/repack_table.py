@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -291,14 +291,16 @@ def words(done: Repacked | None) -> str:
     return ", ".join(dict.fromkeys(t.how for t in done.tensors if t.type not in PLAIN))
 
 
-def rows() -> Iterator[str]:
-    """A row for each source."""
+def rows() -> list[str]:
+    """A row for all sources of which the same becomes."""
+    names: dict[str, list[str]] = {}
     with tempfile.TemporaryDirectory() as scratch:
         for number, (name, write) in enumerate(SOURCES.items()):
             source = Path(scratch) / str(number)
             write(source)
             cells = (words(done) for done in outcomes(source, Path(scratch) / f"{number} in").values())
-            yield f"| {name} | {' | '.join(cells)} |"
+            names.setdefault(" | ".join(cells), []).append(name)
+    return [f"| {'; '.join(alike)} | {cells} |" for cells, alike in names.items()]
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ def verify(
                 if it is there
     target_model  as for `convert`
     allow_missing  whether tensors that only one of the two has become a note
-    text        a text file that both predict: the report has the divergence; see docs/both-directions.md
+    text        a text file that both predict: the report has the divergence; see docs/commands.md
     window, n_windows  as for `perplexity`
     progress    called with the bytes of both that are compared, of how many, and the tensor
     text_progress  called with the number of windows done, of how many, and the perplexity so far as a text
