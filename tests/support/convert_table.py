@@ -226,9 +226,9 @@ ROWS: dict[str, list[Write]] = {
 }  # fmt: skip
 
 
-def converted(folder: Path, type: str) -> tuple[Result, SourceTensor, int | str | None]:
-    """The first layer of a checkpoint as `convert --type` makes it, as it is in a GGUF, and the bits or the kind of its
-    codes; None: it is of floats."""
+def converted(folder: Path, options: PlanOptions) -> tuple[Result, SourceTensor, int | str | None]:
+    """The first layer of a checkpoint as `convert` makes it, as it is in a GGUF, and the bits or the kind of its codes;
+    None: it is of floats."""
     with open_checkpoint(folder) as ckpt:
         module = next(iter(ckpt.modules), NAME)
         info = ckpt.modules.get(module)
@@ -239,7 +239,7 @@ def converted(folder: Path, type: str) -> tuple[Result, SourceTensor, int | str 
             "general.architecture": GGUFValue("llama", gguf.GGUFValueType.STRING),
             "llama.block_count": GGUFValue(1, gguf.GGUFValueType.UINT32),
         }
-        planner = Planner(ckpt, PlanOptions(type=type, threads=1), Importance({}), Outline(metadata, [tensor]))
+        planner = Planner(ckpt, options, Importance({}), Outline(metadata, [tensor]))
         executor = Executor(planner.reader, Importance({}), threads=1)
         [result] = executor.results([planner.planned(tensor)])
         codes = ckpt.read_module(module) if info else None
@@ -284,12 +284,12 @@ def cells(write: Write) -> tuple[str, str, str, str]:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "checkpoint"
         write(folder)
-        result, source, kind = converted(folder, "auto")
+        result, source, kind = converted(folder, PlanOptions())
         report, fidelity = result.report, result.report.fidelity
         assert fidelity is not None
         kept = {fidelity.weights: "all", 0: "none"}.get(fidelity.kept, "some") if report.has_codes else "floats"
         back = given_back(source, kind) if kind is not None and kept != "none" else "-"
-        exact = converted(folder, "exact")[0].report
+        exact = converted(folder, PlanOptions(type="exact"))[0].report
         assert exact.fidelity is not None
         return kept, f"{report.type} ({bits_a_weight(report.type)})", "-" if exact.fidelity.error else exact.type, back
 

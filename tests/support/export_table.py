@@ -19,9 +19,10 @@ from bridge.checkpoint.write.block_words import ReusedArrays
 from bridge.conversion.checkpoints.block_layer import BlockLayer
 from bridge.conversion.checkpoints.layer_plan import ALL_CODES, EXACT
 from bridge.conversion.gguf_input.gguf_source import SourceTensor
+from bridge.conversion.planning.options import PlanOptions
 from bridge.models.outline import Part
 from bridge.runtime.bench import random_tensor
-from tests.support import convert_table
+from tests.support import convert_table, repack_table
 from tests.support.repack_table import COLUMNS, NAME, save, weight
 
 HEAD = f"| GGUF type | {' | '.join(f'`{name}`' for name in EXPORTED)} |"
@@ -30,12 +31,17 @@ _ROWS = 64
 
 def _of_floats(folder: Path, type: str) -> SourceTensor:
     save(folder, {f"{NAME}.weight": weight()}, None)
-    return convert_table.converted(folder, type)[1]
+    return convert_table.converted(folder, PlanOptions(tensor_types={"ffn_down": type}))[1]
 
 
 def _of_integers(folder: Path, bits: int) -> SourceTensor:
     convert_table.write_packed(folder, bits, sym=False)
-    return convert_table.converted(folder, "auto")[1]
+    return convert_table.converted(folder, PlanOptions())[1]
+
+
+def _ternary(folder: Path) -> SourceTensor:
+    repack_table.SOURCES["BitNet"](folder)
+    return convert_table.converted(folder, PlanOptions())[1]
 
 
 def _random(folder: Path, type: str) -> SourceTensor:
@@ -47,7 +53,8 @@ def _random(folder: Path, type: str) -> SourceTensor:
 SOURCES: dict[str, Callable[[Path], SourceTensor]] = {
     **{f"Q{bits}_K of integers": partial(_of_integers, bits=bits) for bits in (2, 4, 5)},
     **{type: partial(_of_floats, type=type) for type in BLOCKS},
-    **{type: partial(_random, type=type) for type in READ if type not in BLOCKS},
+    "TQ2_0": _ternary,
+    **{type: partial(_random, type=type) for type in READ if type not in (*BLOCKS, "TQ2_0")},
 }
 
 
