@@ -194,15 +194,14 @@ ROWS: dict[str, list[Write]] = {
     "ModelOpt, 8 bits; LLM.int8": _known("ModelOpt, 8-bit integers", "bitsandbytes, LLM.int8"),
     "MLX, 2; 3, 4; 5; 6 bits": [partial(_mlx, bits=bits) for bits in (2, 3, 4, 5, 6)],
     "HQQ, 2; 3, 4; 5 bits": [partial(_hqq, bits=bits) for bits in (2, 3, 4, 5)],
-    "HQQ, 6, 8 bits": [partial(_hqq, bits=bits) for bits in (6, 8)],
-    "HQQ, groups of 16, 3; 4 bits": [partial(_hqq, bits=bits, size=16) for bits in (3, 4)],
+    "HQQ, 6, 8 bits; groups of 16, 3; 4 bits": [
+        *(partial(_hqq, bits=bits) for bits in (6, 8)), *(partial(_hqq, bits=bits, size=16) for bits in (3, 4)),
+    ],
     "HQQ, axis 0, 2, 3; 4; 8 bits": [partial(_hqq_axis_0, bits=bits) for bits in (2, 3, 4, 8)],
     "BitNet": _known("BitNet"),
-    "NVFP4": [
+    "NVFP4; MXFP4": [
         *_known(*(f"NVFP4 ({tool})" for tool in _NVFP4), "NVFP4, scales of 8 bits E5M3 (auto-round)", "MLX, nvfp4"),
         partial(_fp_quant, kind="nvfp4", rotated=False),
-    ],
-    "MXFP4": [
         *_known("MXFP4 (compressed-tensors)", "MLX, mxfp4"), partial(_fp_quant, kind="mxfp4", rotated=False),
     ],
     "MXFP6, E2M3": _known("compressed-tensors, MXFP6", "Quark, FP6 E2M3"),
@@ -221,8 +220,7 @@ ROWS: dict[str, list[Write]] = {
         partial(_aqlm, count=4), partial(_qtip, bits=4), partial(_exl3, bits=4),
     ],
     "HIGGS, 2; 3, 4 bits": [partial(_higgs, bits=bits) for bits in (2, 3, 4)],
-    "SINQ², 4 bits": [_sinq],
-    "EXL2², 3 to 5 bits": _known("EXL2"),
+    "EXL2², 3 to 5 bits; SINQ², 4 bits": [*_known("EXL2"), _sinq],
 }  # fmt: skip
 
 
