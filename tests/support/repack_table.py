@@ -61,7 +61,8 @@ Tensors = dict[str, np.ndarray]
 NAME = "model.layers.0.mlp.down_proj"
 COLUMNS = 256
 PLAIN = ("F16", "BF16", "F32")  # what is no layer of codes
-HEAD = f"| source | {' | '.join(f'`{name}`' for name in FORMATS)} |"
+SHOWN = [name for name in FORMATS if name != "gptq"]  # of which the same becomes as of gptq_v2
+HEAD = f"| source | {' | '.join(f'`{name}`' for name in SHOWN)} |".replace("`gptq_v2`", "`gptq`, `gptq_v2`")
 
 
 def weight(out: int = 64) -> np.ndarray:
@@ -298,10 +299,12 @@ def rows() -> list[str]:
         for number, (name, write) in enumerate(SOURCES.items()):
             source = Path(scratch) / str(number)
             write(source)
-            cells = (words(done) for done in outcomes(source, Path(scratch) / f"{number} in").values())
-            names.setdefault(" | ".join(cells), []).append(name)
+            done = outcomes(source, Path(scratch) / f"{number} in")
+            cells = {format: words(became).replace("all codes", "codes") for format, became in done.items()}
+            assert cells["gptq"] == cells["gptq_v2"]
+            names.setdefault(" | ".join(cells[format] for format in SHOWN), []).append(name)
     return [f"| {'; '.join(alike)} | {cells} |" for cells, alike in names.items()]
 
 
 if __name__ == "__main__":
-    print(HEAD, "|---" * (1 + len(FORMATS)) + "|", *rows(), sep="\n")
+    print(HEAD, "|---" * (1 + len(SHOWN)) + "|", *rows(), sep="\n")
