@@ -225,6 +225,35 @@ def test_the_table_of_architectures_is_of_those_that_run():
     assert [f"| {' | '.join(row)} |" for row in cells("architectures.md", HEAD)] == rows()
 
 
+def test_the_table_of_types_is_of_their_records():
+    from scripts.type_table import HEAD, rows
+
+    assert [f"| {' | '.join(row)} |" for row in cells("formats.md", HEAD)] == rows()
+
+
+def test_the_table_of_checkpoints_names_every_row_and_those_of_4_bits_are_what_convert_makes():
+    for needed in ("torch", "transformers"):
+        pytest.importorskip(needed)
+    from tests.support.convert_table import HEAD, ROWS, rows
+
+    shown = {row[0]: f"| {' | '.join(row)} |" for row in cells("checkpoints.md", HEAD)}
+    assert [*shown] == [*ROWS]
+    some = [name for name in ROWS if name == "NVFP4; MXFP4" or name.startswith("integers¹, 4 bits, sym")]
+    assert [shown[name] for name in some] == [*rows(some)]
+
+
+@pytest.mark.exhaustive  # most of a minute, in which kernels are compiled
+@pytest.mark.parametrize(
+    ("page", "table"), [("checkpoints.md", "convert_table"), ("both-directions.md", "export_table")]
+)
+def test_the_tables_of_layers_are_what_the_program_makes_of_them(page, table):
+    for needed in ("torch", "transformers"):
+        pytest.importorskip(needed)
+    module = importlib.import_module(f"tests.support.{table}")
+    shown = [f"| {' | '.join(row)} |" for row in cells(page, module.HEAD)]
+    assert shown == [*module.rows()], f"run python -m tests.support.{table}"
+
+
 def cells(page: str, head: str) -> list[list[str]]:
     """The rows of the table of a page whose first line begins so."""
     lines = (ROOT / "docs" / page).read_text(encoding="utf-8").splitlines()

@@ -20,6 +20,7 @@ from bridge.gguf_file.architectures import ARCHITECTURES
 from bridge.models import describe_model
 from bridge.models.families import ALL
 from bridge.models.outline import Outline, OutlineTensor, Part
+from scripts import model_table
 from tests.conftest import CHECKPOINT, ROOT
 from tests.support.encoder_models import ENCODERS
 from tests.support.make_families import GOLDENS
@@ -36,7 +37,6 @@ LLAMA3 = FULL | {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "
     "original_max_position_embeddings": 64}  # fmt: skip
 YARN = FULL | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 TWO_BASES = {"full_attention": FULL, "sliding_attention": FULL | {"rope_theta": 10000.0}}
-GUESSES = "as [`--draft`](#drafters), on the CPU"  # where drafters run
 CASES = [
     (title, json.loads(config), lines)
     for title, config, *lines in (
@@ -97,18 +97,16 @@ def test_every_family_has_a_case() -> None:
 
 
 def test_the_docs_list_every_family_and_tell_where_it_runs() -> None:
-    """A name of docs/checkpoints.md's table for each of `Family.titles`, in the row of what runs it."""
+    """A name of docs/checkpoints.md's table for each of `Family.titles`, in the row of what its GGUF is good for."""
+    rows = [line.strip("| ").split(" | ") for line in model_table.rows()]
+    listed = {title: use for use, titles in rows for title in titles.split(", ")}
+    assert [*sorted(listed)] == sorted(title for family in ALL for title in family.titles)
+    for family in ALL:
+        graph = ARCHITECTURES.get(family.arch)
+        use = model_table.DRAFTS if family.drafter else model_table.ELSEWHERE if graph is None else None
+        assert {listed[title] for title in family.titles} <= ({use} if use else {model_table.TEXT, model_table.VECTORS})
     page = (ROOT / "docs/checkpoints.md").read_text(encoding="utf-8")
-    lines = page.partition("| family | `run`, `perplexity`, Python |\n|---|---|\n")[2].partition("\n\n")[0].splitlines()
-    rows: dict[str, list[str]] = {}
-    for names, where in (line.strip("| ").split(" | ") for line in lines):
-        rows.setdefault(where, []).extend(names.split(", "))
-    assert {*rows} - {"no, only llama.cpp"} == {"yes", "on the CPU", GUESSES}
-    assert sorted(rows[GUESSES]) == sorted(title for family in ALL if family.drafter for title in family.titles)
-    listed = sorted(name for names in rows.values() for name in names)
-    assert listed == sorted(title for family in ALL for title in family.titles)
-    here = {title for family in ALL for title in family.titles if family.arch in ARCHITECTURES}
-    assert {*rows["yes"], *rows["on the CPU"]} == here
+    assert "\n".join([model_table.HEAD, "|---|---|", *model_table.rows()]) in page
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,8 @@ Tensors = dict[str, np.ndarray]
 NAME = "model.layers.0.mlp.down_proj"
 COLUMNS = 256
 PLAIN = ("F16", "BF16", "F32")  # what is no layer of codes
-HEAD = f"| source | {' | '.join(f'`{name}`' for name in FORMATS)} |"
+SHOWN = [name for name in FORMATS if name != "gptq"]  # of which the same becomes as of gptq_v2
+HEAD = f"| source | {' | '.join(f'`{name}`' for name in SHOWN)} |".replace("`gptq_v2`", "`gptq`, `gptq_v2`")
 
 
 def weight(out: int = 64) -> np.ndarray:
@@ -291,15 +292,19 @@ def words(done: Repacked | None) -> str:
     return ", ".join(dict.fromkeys(t.how for t in done.tensors if t.type not in PLAIN))
 
 
-def rows() -> Iterator[str]:
-    """A row for each source."""
+def rows() -> list[str]:
+    """A row for all sources of which the same becomes."""
+    names: dict[str, list[str]] = {}
     with tempfile.TemporaryDirectory() as scratch:
         for number, (name, write) in enumerate(SOURCES.items()):
             source = Path(scratch) / str(number)
             write(source)
-            cells = (words(done) for done in outcomes(source, Path(scratch) / f"{number} in").values())
-            yield f"| {name} | {' | '.join(cells)} |"
+            done = outcomes(source, Path(scratch) / f"{number} in")
+            cells = {format: words(became).replace("all codes", "codes") for format, became in done.items()}
+            assert cells["gptq"] == cells["gptq_v2"]
+            names.setdefault(" | ".join(cells[format] for format in SHOWN), []).append(name)
+    return [f"| {'; '.join(alike)} | {cells} |" for cells, alike in names.items()]
 
 
 if __name__ == "__main__":
-    print(HEAD, "|---" * (1 + len(FORMATS)) + "|", *rows(), sep="\n")
+    print(HEAD, "|---" * (1 + len(SHOWN)) + "|", *rows(), sep="\n")

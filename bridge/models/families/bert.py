@@ -93,7 +93,7 @@ TYPES = Row("embeddings.token_type_embeddings", "types hidden", floats="F32")
 EMBEDDING_NORM = Row("embeddings.LayerNorm", "hidden", bias=required)
 
 BERT = Family(
-    titles=("BERT¹⁸",), arch="bert",
+    titles=("BERT",), arch="bert",
     architectures=("BertModel", "BertForMaskedLM", "BertForSequenceClassification"), model_type="bert",
     keys={"rms_norm_eps": 1e-12, "tie_word_embeddings": True, "max_position_embeddings": 512, "vocab_size": 30522},
     expects=ENCODER,
@@ -132,7 +132,7 @@ def _positions(args: Arguments, source: str) -> tuple[Part, ...]:
 
 ROBERTA = replace(
     BERT,
-    titles=("RoBERTa and XLM-RoBERTa¹⁸",),
+    titles=("RoBERTa and XLM-RoBERTa",),
     architectures=(
         "XLMRobertaModel", "XLMRobertaForSequenceClassification", "XLMRobertaForMaskedLM", "RobertaModel",
         "RobertaForSequenceClassification", "RobertaForMaskedLM", "CamembertModel",

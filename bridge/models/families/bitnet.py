@@ -23,7 +23,7 @@ def _notes(config: Config) -> list[str]:
 
 
 BITNET = Family(
-    titles=("BitNet¹¹",), arch="bitnet", architectures=("BitNetForCausalLM",), model_type="bitnet",
+    titles=("BitNet",), arch="bitnet", architectures=("BitNetForCausalLM",), model_type="bitnet",
     keys={"max_position_embeddings": 2048, "rope_theta": 500000.0, "rms_norm_eps": 1e-5},
     expects=(
         Expected("hidden_act", ("relu2", "silu")), NO_BIASES,

@@ -121,7 +121,7 @@ GEMMA3 = Family(
 
 GEMMA_EMBEDDING = replace(
     GEMMA3,
-    titles=("EmbeddingGemma¹⁸",), arch="gemma-embedding", architectures=("Gemma3TextModel",),
+    titles=("EmbeddingGemma",), arch="gemma-embedding", architectures=("Gemma3TextModel",),
     chosen=lambda config: bool(config.get("use_bidirectional_attention")),
     expects=(*GEMMA3.expects[:2], *GEMMA3.expects[3:], Expected("use_bidirectional_attention", (True,), written=True)),
     sizes=_dense,

@@ -27,7 +27,7 @@ _BLOCK = "encoder.layer.{}."
 _NAMES2 = ("JinaBertModel", "JinaBertForMaskedLM")
 
 JINA2 = Family(
-    titles=("Jina Embeddings v2¹⁸",), arch="jina-bert-v2", architectures=_NAMES2,
+    titles=("Jina Embeddings v2",), arch="jina-bert-v2", architectures=_NAMES2,
     model_type="bert",
     keys={**BERT.keys, "max_position_embeddings": 8192},
     chosen=lambda config: config.get("position_embedding_type") == "alibi"
@@ -56,7 +56,7 @@ def _notes(config: Config) -> list[str]:
 
 
 JINA3 = Family(
-    titles=("Jina Embeddings v3¹⁸",), arch="jina-bert-v3",
+    titles=("Jina Embeddings v3",), arch="jina-bert-v3",
     architectures=("JinaEmbeddingsV3Model", "JinaEmbeddingsV3ForMaskedLM", "XLMRobertaModel"),
     model_type="jina_embeddings_v3",
     keys={**ROBERTA.keys, "max_position_embeddings": 8194, "rope_theta": 20000.0, "vocab_size": 250002},

@@ -51,7 +51,7 @@ def _kind(layer: int, period: int) -> str:
 
 
 MODERN_BERT = Family(
-    titles=("ModernBERT¹⁸",), arch="modern-bert",
+    titles=("ModernBERT",), arch="modern-bert",
     architectures=("ModernBertModel", "ModernBertForMaskedLM", "ModernBertForSequenceClassification"),
     model_type="modernbert",
     keys={"rms_norm_eps": 1e-5, "tie_word_embeddings": True, "max_position_embeddings": 8192, "rope_theta": 160000.0},
@@ -91,7 +91,7 @@ def _norm(name: str) -> Row:
 
 
 NOMIC_BERT = Family(
-    titles=("nomic-embed-text¹⁸",), arch="nomic-bert", architectures=("NomicBertModel", "NomicBertForMaskedLM"),
+    titles=("nomic-embed-text",), arch="nomic-bert", architectures=("NomicBertModel", "NomicBertForMaskedLM"),
     model_type="nomic_bert",
     keys={
         "rms_norm_eps": 1e-12, "tie_word_embeddings": True, "max_position_embeddings": 2048, "rope_theta": 1000.0,
@@ -183,7 +183,7 @@ def _columns_of_experts(args: Arguments, source: str) -> tuple[Part, ...]:
 
 NOMIC_BERT_MOE = replace(
     PUBLISHED_NOMIC_BERT,
-    titles=("nomic-embed-text v2¹⁸",), arch="nomic-bert-moe", architectures=("NomicBertModel",),
+    titles=("nomic-embed-text v2",), arch="nomic-bert-moe", architectures=("NomicBertModel",),
     chosen=lambda config: bool(config.get("moe_every_n_layers")),
     in_gguf=lambda _get: True,
     keys={**NOMIC_BERT.keys, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "num_experts": None, "vocab_size": 250048},

@@ -61,7 +61,7 @@ def _notes(_config: Config) -> list[str]:
 
 PHIMOE = replace(
     PHI3,
-    titles=("Phi-3.5-MoE¹⁵",), arch="phimoe", architectures=("PhiMoEForCausalLM", "PhimoeForCausalLM"),
+    titles=("Phi-3.5-MoE",), arch="phimoe", architectures=("PhiMoEForCausalLM", "PhimoeForCausalLM"),
     model_type="phimoe",
     keys={**PHI3.keys, "num_experts": None, "rope_theta": 1000000.0},
     metadata=(*PHI3.metadata, Computed(config=_moe_config)),
