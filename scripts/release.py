@@ -85,7 +85,8 @@ def try_file(file: Path, constraints: bool) -> None:
             started = time.perf_counter()
             done = subprocess.run(
                 [str(programs / str(command[0])), *map(str, command[1:])],
-                cwd=folder, env=environment | (homes if own_home else {}), capture_output=True, encoding="utf-8", errors="replace",
+                cwd=folder, env=environment | (homes if own_home else {}),
+                capture_output=True, encoding="utf-8", errors="replace",
             )  # fmt: skip
             if done.returncode:
                 sys.exit(f"{file.name}: {what} failed\n{done.stdout}{done.stderr}")
