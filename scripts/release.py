@@ -75,7 +75,7 @@ def try_file(file: Path, constraints: bool) -> None:
         folder = Path(name)
         home = folder / "home"
         home.mkdir()
-        venv.create(folder / "venv", with_pip=True)
+        venv.create(folder / "venv", with_pip=True, symlinks=sys.platform != "win32")
         programs = folder / "venv" / ("Scripts" if sys.platform == "win32" else "bin")
         unset = ("PYTHONPATH", "XDG_CACHE_HOME", "LOCALAPPDATA", "NUMBA_CACHE_DIR")
         environment = {key: value for key, value in os.environ.items() if key not in unset}
@@ -85,7 +85,8 @@ def try_file(file: Path, constraints: bool) -> None:
             started = time.perf_counter()
             done = subprocess.run(
                 [str(programs / str(command[0])), *map(str, command[1:])],
-                cwd=folder, env=environment | (homes if own_home else {}), capture_output=True, text=True,
+                cwd=folder, env=environment | (homes if own_home else {}),
+                capture_output=True, encoding="utf-8", errors="replace",
             )  # fmt: skip
             if done.returncode:
                 sys.exit(f"{file.name}: {what} failed\n{done.stdout}{done.stderr}")
