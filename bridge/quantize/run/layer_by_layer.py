@@ -96,7 +96,7 @@ class _SingleBlock(InMemory):
 @checked
 def gptq(
     module: nn.Module,
-    batches: Iterable[torch.Tensor | tuple[Any, ...] | Mapping[str, Any]],
+    batches: Iterable[torch.Tensor | Sequence[Any] | Mapping[str, Any]],
     *,
     bits: int = 4,
     group_size: int = 128,
@@ -110,8 +110,8 @@ def gptq(
     """Quantize every Linear, Conv1D and Conv2d of a module in place, in the order of their calls.
 
     module      any torch module; the weights of its layers become the dequantized ones
-    batches     the arguments of the calls to calibrate with: a tensor, a tuple of positional arguments or a mapping of
-                named ones for each call
+    batches     the arguments of each call to calibrate with: a tensor, a sequence of positional arguments or a mapping
+                of named ones
     bits        bits of a code, 2 to 8; 0: ternary
     group_size  columns that share a scale; -1: all columns of a row
     symmetric   whether the zero point is in the middle of the codes
