@@ -137,10 +137,11 @@ def in_short() -> Table:
             values = (f"{row[side]:{'.2f' if row['unit'] == 's' else ',.0f'}} {row['unit']}" for side in SIDES)
             rows.append([f"Gemma 3 270M in Q4_K_M: {what}", *values])
     texts = len(files[0]["texts"][FLOAT32])
+    machine = speed["machine"].split(", ")
     note = (
-        f"KL divergence from the float model in thousandths of a nat per token, mean of {texts} kinds of text; `convert` "
-        f"and llama-quantize with an imatrix. Speeds: version {speed['version']}, {speed['machine'].split(', ')[0]} with "
-        f"{speed['machine'].split(', ')[2]}, two threads, {speed['date']}; {speed['peer']['name']}."
+        f"KL divergence from the float model in thousandths of a nat per token, mean of {texts} kinds of text; `convert` and "
+        f"llama-quantize with an imatrix. Speeds on {machine[0]} with {machine[2]}, two threads, {speed['date']}, version "
+        f"{speed['version']}, beside {speed['peer']['name']}."
     )
     return Table("README.md", ["in figures", "gguf-bridge", "llama.cpp"], rows, note)
 

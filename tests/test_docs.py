@@ -128,7 +128,7 @@ def test_the_sites_tutorials_and_guide_are_the_pages_that_are_counted():
     assert {f"docs/{name}" for name in listed} == set(GUIDE) - {"README.md", "docs/index.md"}
 
 
-@pytest.mark.parametrize("table", tables(), ids=lambda table: f"{table.page}-{table.head[0]}")
+@pytest.mark.parametrize("table", list(tables()), ids=lambda table: f"{table.page}-{table.head[0]}")
 def test_a_table_of_figures_is_of_what_was_measured(table):
     assert "\n".join(table.lines) in (ROOT / table.page).read_text(encoding="utf-8")
 
