@@ -95,6 +95,19 @@ def test_the_table_of_quantizing_is_of_the_figures_that_the_picture_shows() -> N
         ]  # fmt: skip
 
 
+def test_the_table_of_4_bit_floats_is_of_figures_that_were_measured() -> None:
+    shown = {(row[0], row[1].partition(" ")[0]): row[2:] for row in cells(QUANTIZING, "| type | rounded by |")}
+    expected = {}
+    for row in measured("quantize")["formats"]:
+        if row["name"] in ("NVFP4", "MXFP4") and not row["maker"].startswith("gguf"):
+            maker = "ggml," if row["maker"].startswith("llama") else row["maker"].partition(" ")[0]
+            texts = row["texts"].values()
+            figures = [f"{scientific(text['kl'])} ± {text['kl_error']:.0e}".replace("e-0", "e-") for text in texts]
+            expected[row["name"], maker] = figures
+    assert shown == expected
+    assert len(shown) == 3
+
+
 def test_the_table_of_formats_is_of_the_figures_that_the_picture_shows() -> None:
     shown = {row[0]: row[1:] for row in cells(FORMATS, "| format |")}
     formats = {row["name"]: row for row in measured("formats")["formats"]}
