@@ -99,7 +99,11 @@ def _list_options(cls: griffe.Class, types: dict[str, str]) -> None:
             default = f"`{field.default!r}`" + (f": {_in_python(flag.default, flag)}" if flag.default else "")
             lines.append(f"- `{field.name}` (`{types[field.name]}`; default {default}): {_in_python(flag.help, flag)}")
     if lines:
-        cls.docstring.value += "\n\nFields:\n\n" + "\n".join(lines)
+        text = cls.docstring.value
+        follows = re.search(r"\n\n(?:Sources?:|Steps|Raises)", text)
+        head, rest = (text[: follows.start()], text[follows.start() :]) if follows else (text, "")
+        gap = "\n" if "\n- " in head else "\n\n"
+        cls.docstring.value = head + gap + "\n".join(lines) + rest
 
 
 def _fields(path: str) -> tuple[Field[Any], ...]:

@@ -143,7 +143,8 @@ def test_the_reference_lists_names_that_exist_and_all_that_bridge_exports():
 
 def test_pages_of_the_site_include_files_of_the_checkout():
     pytest.importorskip("mkdocstrings")
-    from scripts.site_pages import on_page_markdown, with_lists
+    from scripts.site_pages import on_page_markdown
+    from scripts.site_reference import with_lists
 
     home = on_page_markdown((ROOT / "docs" / "index.md").read_text(encoding="utf-8"))
     assert "pip install ." in home
@@ -163,7 +164,38 @@ def test_the_site_builds(tmp_path):
     assert "tutorial-convert/" in home
     assert "pictures/fidelity.svg" in home
     reference = (tmp_path / "site" / "reference" / "index.html").read_text(encoding="utf-8")
-    assert "sweeps of refinement after GPTQ</p>" in reference
+    assert "sweeps of refinement after GPTQ</li>" in reference
+    assert "Unpack" not in reference  # keywords have names, types and defaults
+    assert "md-source" not in reference  # no repository is named
+
+
+def test_links_to_the_repository_are_those_that_a_publisher_names(tmp_path, monkeypatch):
+    pytest.importorskip("mkdocstrings")
+    from mkdocs.config import load_config
+
+    from scripts import site_pages
+
+    class Page:
+        edit_url = None
+
+    included = "<!-- README.md -->"
+    (tmp_path / "README.md").write_text(
+        "[a](docs/a.md#b) [changes](CHANGELOG.md) [examples](examples/README.md) [LICENSE](LICENSE)"
+    )
+    monkeypatch.setattr(site_pages, "ROOT", tmp_path)
+    monkeypatch.delenv("SITE_REPOSITORY", raising=False)
+    alone = site_pages.on_config(load_config(str(ROOT / "mkdocs.yml")))
+    assert (alone.repo_url, alone.edit_uri) == (None, None)
+    text = site_pages.on_page_markdown(included, page=Page(), config=alone)
+    assert text == "[a](a.md#b) [changes](changelog.md) examples (`examples/README.md`) `LICENSE`"
+
+    monkeypatch.setenv("SITE_REPOSITORY", "https://github.com/someone/gguf-bridge")
+    named = site_pages.on_config(load_config(str(ROOT / "mkdocs.yml")))
+    page, files = Page(), "https://github.com/someone/gguf-bridge/blob/main"
+    text = site_pages.on_page_markdown(included, page=page, config=named)
+    assert text.endswith(f"[examples]({files}/examples/README.md) [LICENSE]({files}/LICENSE)")
+    assert page.edit_url == "https://github.com/someone/gguf-bridge/edit/main/README.md"
+    assert named.edit_uri == "edit/main/docs/"
 
 
 def commands() -> list[str]:
