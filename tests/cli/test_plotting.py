@@ -403,7 +403,7 @@ def test_pictures_of_the_docs_name_models_as_people_do():
     folders = r"tiny-|-dithered|smollm2|gemma3|qwen3-|llama-gptq|\bg\d+-(a?sym)|-(a?sym)\b"
     for picture in PICTURES:
         for text in texts(picture):
-            assert not re.search(folders, text), f"{picture.name}: {text}; see scripts/benchlib/model_names.py"
+            assert not re.search(folders, text), f"{picture.name}: {text}: give its JSON a model or title for readers"
 
 
 def test_labels_keep_clear_of_marks_lines_and_each_other():
