@@ -3,7 +3,7 @@
 `plot` detects four kinds of files by their content, each drawn by its module. matplotlib is an optional extra, `plot`,
 and is imported when a figure is drawn.
 
-    tensors      report_figure    of `convert`, `quantize` or `verify` (--report); its "title" replaces the checkpoint's name
+    tensors      report_figure    of `convert`, `quantize` or `verify` (--report); "title" in it is shown
     checkpoints  fidelity_figure  of `scripts/quality/fidelity.py` (--json)
     formats      kl_figure        of bench_formats, bench_quantize or bench_real in `scripts/quality/` (--json)
                  size_figure      the same, where makers wrote files of different sizes
