@@ -1,12 +1,16 @@
 """Figures of reports and benchmarks: `gguf-bridge plot FILE.json`.
 
-`plot` detects four kinds of files by their content, each drawn by its module; `theme` has the colours and makes the
-picture. matplotlib is an optional extra, `plot`, and is imported when a figure is drawn.
+`plot` detects four kinds of files by their content, each drawn by its module. matplotlib is an optional extra, `plot`,
+and is imported when a figure is drawn.
 
-    tensors      report_figure    of `convert`, `quantize` or `verify` (--report)
+    tensors      report_figure    of `convert`, `quantize` or `verify` (--report); "title" in it is shown
     checkpoints  fidelity_figure  of `scripts/quality/fidelity.py` (--json)
     formats      kl_figure        of bench_formats, bench_quantize or bench_real in `scripts/quality/` (--json)
+                 size_figure      the same, where makers wrote files of different sizes
     products     matvec_figure    of `scripts/speed/bench_matvec.py` (--json)
+
+Common to them: `theme` (colours, writing a file), `layout` (titles, legends, labels), `rows_figure` (marks in rows),
+`logarithms` (axes) and `makers` (who made a file).
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Colormap, LogNorm, Normalize
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from bridge.cli.plot.layout import EDGE, LINE, wrapped
 from bridge.cli.plot.logarithms import plain_logarithm
@@ -62,8 +63,9 @@ def figure(record: dict[str, Any], theme: Theme) -> Figure:
     panels = 2 + bool(np.isfinite(codes).any())
     title = wrapped(_title(record), WIDTH - 2 * EDGE, bold=True)
     height = _PITCH * len(cells.kinds) + _AROUND
-    picture = new_figure(height * panels + LINE * (len(title) + 2), layout="constrained")
-    picture.get_layout_engine().set(w_pad=EDGE / 72)  # inches
+    picture = new_figure(
+        height * panels + LINE * (len(title) + 2), layout=ConstrainedLayoutEngine(w_pad=EDGE / 72)
+    )  # inches
     picture.suptitle("\n".join(title), x=EDGE / WIDTH, ha="left", fontsize=TEXT, weight="bold")
     axes = picture.subplots(panels, 1, squeeze=False)[:, 0]
     _error_map(axes[0], cells, error)
