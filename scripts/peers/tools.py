@@ -5,7 +5,7 @@
 A model is one of `benchlib/real_models.py` or a float model's folder. Each tool writes `WORK/MODEL-TOOL`, with a file
 `made.json` that names the model, the tool and its version. Folders that are complete are left as they are. Some tools
 need packages that exclude each other, so a tool can run in another Python that has torch, transformers and the tool:
-`--python gptqmodel=venv/bin/python`. Tools that are not installed are left out. Tools that calibrate see 64 sequences
+`--python gptqmodel=venv/bin/python`. Tools that are not installed are left out. Tools that calibrate see 16 sequences
 of 256 tokens, which lie evenly over the texts that `quantize` ships.
 """
 
@@ -21,7 +21,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-SEQUENCES, LENGTH = 64, 256  # of calibration
+SEQUENCES, LENGTH = 16, 256  # of calibration
 TITLES = {"smollm2": "SmolLM2 135M", "gemma3-270m": "Gemma 3 270M"}
 IN_TORCH = ("bitsandbytes", "torchao", "optimum-quanto", "hqq")  # packages that quantize modules of PyTorch in place
 _TEXTS = Path(__file__).parents[2] / "bridge" / "quantize" / "calibration_text"
