@@ -319,30 +319,6 @@ def test_the_table_of_trained_models_is_of_figures_that_were_measured():
     assert shown == {row["name"]: [f"{row[name]:.1e}" for name in names] for row in rows}
 
 
-def divergences(row: dict) -> list[str]:
-    """A row of bench_real's JSON as the tables have it: what the file loses on each kind of text, and CPU seconds."""
-    texts = row["texts"]["float32"].values()
-    lost = [
-        f"{text['ratio']:.3f}" if row["over"] else f"{text['kl']:.2e}".replace("e-0", "e-").replace("e+00", "")
-        for text in texts
-    ]
-    return [*lost, f"{row['cpu_seconds']:.0f}"]
-
-
-@pytest.mark.parametrize(("model", "name", "rows"), [("SmolLM2 135M", "real", 8)])
-def test_the_tables_of_real_models_are_of_figures_that_were_measured(model, name, rows):
-    shown = {row[0]: row[1:] for row in cells("quantize.md", f"| {model} | WikiText |")}
-    compared = 0
-    for row in measured(name)["formats"]:
-        maker = row["maker"].removeprefix("gguf-bridge ").removeprefix("quantize ")
-        if maker == "llama.cpp's quantizer":
-            continue
-        contender = "llama-quantize, imatrix: KL" if maker == "llama.cpp's quantizer, imatrix" else f"`{maker}`"
-        assert [cell.split(" ")[0] for cell in shown[f"{row['name']}, {contender}"]] == divergences(row)
-        compared += 1
-    assert compared == rows
-
-
 def test_the_changelogs_first_release_is_this_version():
     entries = re.findall(
         r"^## \[([^\]]+)\](?: - \d{4}-\d{2}-\d{2})?$", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.M

@@ -39,7 +39,7 @@ def losses(row: dict) -> list[str]:
     return [*lost, f"{row['cpu_seconds']:.0f}"]
 
 
-@pytest.mark.parametrize("name", ["formats", "gemma", "quantize", "sizes"])
+@pytest.mark.parametrize("name", ["formats", "gemma", "quantize", "sizes", "smollm2"])
 def test_figures_tell_how_they_were_measured(name: str) -> None:
     record = measured(name)
     assert list(record)[: len(PROVENANCE)] == list(PROVENANCE)
@@ -63,6 +63,13 @@ def test_the_table_of_gemma_is_of_the_figures_that_were_measured() -> None:
         figures = [scientific(text[key]) for key in ("kl", "median", "p99")]
         assert tails[name.removesuffix(": KL")] == [*figures, f"{text['same_top']:.1%}"]
     assert len(tails) == len(rows) == 5
+
+
+def test_the_table_of_smollm2_is_of_the_figures_that_were_measured() -> None:
+    shown = {row[0]: row[1:] for row in cells(QUANTIZING, "| SmolLM2 135M, all methods | WikiText")}
+    rows = {f"{row['name']}, {ROWS[row['maker']]}": losses(row) for row in measured("smollm2")["formats"]}
+    assert shown == rows
+    assert len(shown) == 10
 
 
 def test_the_table_of_sizes_is_of_the_figures_that_the_picture_shows() -> None:
