@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 SEQUENCES, LENGTH = 16, 256  # of calibration
-TITLES = {"smollm2": "SmolLM2 135M", "gemma3-270m": "Gemma 3 270M"}
 IN_TORCH = ("bitsandbytes", "torchao", "optimum-quanto", "hqq")  # packages that quantize modules of PyTorch in place
 _TEXTS = Path(__file__).parents[2] / "bridge" / "quantize" / "calibration_text"
 _MISSING = 3  # the exit code of a tool that is not installed
@@ -182,6 +181,7 @@ def main() -> None:
     parser.add_argument("--python", nargs="+", default=[], type=package_python, metavar="PACKAGE=PYTHON")
     options = parser.parse_args()
     from scripts.benchlib import ROOT
+    from scripts.benchlib.model_names import model_name
     from scripts.benchlib.real_models import float_model
 
     pythons = dict(options.python)
@@ -194,7 +194,7 @@ def main() -> None:
             if (out / "made.json").exists():
                 continue
             python = pythons.get(TOOLS[name][0], Path(sys.executable))
-            what = [str(floats), str(out), name, TITLES.get(model, floats.name)]
+            what = [str(floats), str(out), name, model_name(floats)]
             call = "import sys; from scripts.peers.tools import run; run(*sys.argv[1:])"
             done = subprocess.run([python, "-c", call, *what], cwd=ROOT, check=False).returncode
             print(out.name, {0: "made", _MISSING: "left out: not installed"}.get(done, f"failed, exit code {done}"))
