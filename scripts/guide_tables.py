@@ -140,8 +140,8 @@ def in_short() -> Table:
     machine = speed["machine"].split(", ")
     note = (
         f"KL divergence from the float model in thousandths of a nat per token, mean of {texts} kinds of text; "
-        f"`convert` and llama-quantize with an imatrix. Speeds on {machine[0]} with {machine[2]}, two threads, {speed['date']}, "
-        f"version {speed['version']}, beside {speed['peer']['name']}."
+        f"`convert` and llama-quantize with an imatrix. Speeds on {machine[0]} with {machine[2]}, two threads, "
+        f"{speed['date']}, version {speed['version']}, beside {speed['peer']['name']}."
     )
     return Table("README.md", ["in figures", "gguf-bridge", "llama.cpp"], rows, note)
 
