@@ -28,9 +28,7 @@ TEXTS = {
 # what bench_model calls a measurement -> what README does
 SPEEDS = {
     "decode after 8 tokens": "decoding",
-    "decode after 8000 tokens": "decoding after 8,000 tokens",
     "prompt, 512 tokens": "a prompt of 512 tokens",
-    "8 sequences at once": "eight sequences at once",
     "start to first token": "start to first token",
 }
 SIDES = "ours", "theirs"
@@ -124,24 +122,30 @@ def by_size(record: dict[str, Any]) -> Table:
 
 
 def in_short() -> Table:
-    """README's figures beside llama.cpp's."""
-    real, speed = measured("real"), measured("speed")
-    files = [file_of(real, "Q4_K_M", maker) for maker in (QUANTIZE, CONVERT, PEER_IMATRIX, PEER)]
-    ours, convert, peer, plain = (thousandths(texts_mean(file, FLOAT32)) for file in files)
+    """README's figures: files of the first picture, and speed, with llama.cpp's."""
+    sizes, speed = measured("sizes"), measured("speed")
+    ours, convert, peer, plain = (file_of(sizes, "Q4_K_M", maker) for maker in (QUANTIZE, CONVERT, PEER_IMATRIX, PEER))
+    mixed = next(file for file in sizes["formats"] if "MB" in file["name"] and file["bytes"] == peer["bytes"])
+    files = ("`--size`", mixed), ("`--type Q4_K_M`", ours), ("`convert --imatrix`", convert)
+    losses = [f"{name}: {thousandths(texts_mean(file, FLOAT32))}" for name, file in files]
+    theirs = [
+        f"{name}: {thousandths(texts_mean(file, FLOAT32))}" for name, file in (("imatrix", peer), ("none", plain))
+    ]
+    seconds = [f"{file['cpu_seconds']:,.0f}" for _, file in files]
+    size = f"SmolLM2 135M in {peer['bytes'] / 1e6:.0f} MB"
     rows = [
-        ["SmolLM2 135M in Q4_K_M: KL divergence", f"{ours}; `convert`: {convert}", f"{peer}; without imatrix: {plain}"],
-        ["CPU seconds for it", *(f"{files[i]['cpu_seconds']:,.0f}" for i in (0, 2))],
+        [f"{size}: KL divergence", "; ".join(losses), "; ".join(theirs)],
+        [f"{size}: CPU seconds", "; ".join(seconds), f"{peer['cpu_seconds']:.0f}"],
     ]
     for row in speed["rows"]:
         if what := SPEEDS.get(row["what"]):
             values = (f"{row[side]:{'.2f' if row['unit'] == 's' else ',.0f'}} {row['unit']}" for side in SIDES)
             rows.append([f"Gemma 3 270M in Q4_K_M: {what}", *values])
-    texts = len(files[0]["texts"][FLOAT32])
     machine = speed["machine"].split(", ")
     note = (
-        f"KL divergence from the float model in thousandths of a nat per token, mean of {texts} kinds of text; "
-        f"`convert` and llama-quantize with an imatrix. Speeds on {machine[0]} with {machine[2]}, two threads, "
-        f"{speed['date']}, version {speed['version']}, beside {speed['peer']['name']}."
+        "KL divergence from the float model in thousandths of a nat per token, mean of five kinds of text. Speeds on "
+        f"{machine[0]} with {machine[2]}, two threads, {speed['date']}, version {speed['version']}, and "
+        f"{speed['peer']['name']}."
     )
     return Table("README.md", ["in figures", "gguf-bridge", "llama.cpp"], rows, note)
 
