@@ -50,7 +50,6 @@ from scripts.peers.tools import calibration
 HEAD = ("checkpoint", "type of its linears", "bpw", "MB", "codes kept", "NMSE", "KL, linears", "KL, whole file")
 OF_FLOATS, USUAL = "KL, checkpoint from its float model", "the usual way: preset, MB; KL, with an imatrix"
 PRESETS = {"Q2_K": "Q2_K", "Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}  # of others: the type's name
-_SEQUENCES = 16  # that the imatrix is of
 
 
 OPTIONS = (
@@ -180,7 +179,7 @@ def usual_ways(against: Reference, preset: str, scratch: Path, options: argparse
     """The figures of the checkpoint's floats quantized by llama.cpp, without an imatrix and with one."""
     source, made, imatrix = (scratch / name for name in ("floats.gguf", "usual.gguf", "imatrix.gguf"))
     bridge.convert(against.folder, source, type="F16")
-    tokens = np.array([row["input_ids"] for row in calibration(against.folder)[:: 128 // _SEQUENCES]], np.int64)
+    tokens = np.array([row["input_ids"] for row in calibration(against.folder)], np.int64)
     squares = reference.mean_squares(reference.hf_model(against.folder, against.weights), tokens)
     imatrix_of(imatrix, against.folder, squares, tokens, "fidelity")
     for importance in (None, imatrix):
