@@ -22,7 +22,7 @@ import bridge
 from bridge.cli import main
 from bridge.cli.program import _parser
 from bridge.cli.use import warmup
-from scripts.guide_tables import tables
+from scripts.tables.guide_tables import tables
 from tests.conftest import CHECKPOINT, PATIENCE, ROOT
 from tests.models.template.test_hub import Hub
 from tests.support.adapters import low_rank, write_adapter
@@ -252,13 +252,13 @@ def test_the_floors_of_architecture_are_those_of_the_imports():
 
 
 def test_the_table_of_architectures_is_of_those_that_run():
-    from scripts.architecture_table import HEAD, rows
+    from scripts.tables.architecture_table import HEAD, rows
 
     assert [f"| {' | '.join(row)} |" for row in cells("architectures.md", HEAD)] == rows()
 
 
 def test_the_table_of_types_is_of_their_records():
-    from scripts.type_table import HEAD, rows
+    from scripts.tables.type_table import HEAD, rows
 
     assert [f"| {' | '.join(row)} |" for row in cells("formats.md", HEAD)] == rows()
 

@@ -19,7 +19,7 @@ start of the interpreter), then reads prompts of --prompts tokens from an empty 
 after --depths tokens, with our weights all repacked. Sequences at once (--together) begin with 8 tokens each and are
 generated in other processes; ours are drawn with the default settings. The table shows the medians of the turns, and
 the median ratio of a turn of ours to the following turn of theirs: by the clock, and by the processor's time. --json
-writes the same rows; `python -m scripts.guide_tables` prints those of the README.
+writes the same rows; `python -m scripts.tables.guide_tables` prints those of the README.
 
 --perplexity converts checkpoints and shows, over the second halves of windows of 256 tokens, our perplexity compared
 with llama.cpp's (float32 keys and values; the xllamacpp wheel of the tests) and, with precision f32, with that of

@@ -1,6 +1,6 @@
 """The table of models of docs/checkpoints.md, made of the families that the program knows.
 
-python -m scripts.model_table
+python -m scripts.tables.model_table
 """
 
 from bridge.gguf_file.architectures import ARCHITECTURES

@@ -1,6 +1,6 @@
 """The table of docs/formats.md: the bits that block types spend on codes and on scales.
 
-python -m scripts.type_table
+python -m scripts.tables.type_table
 """
 
 from bridge.blocks.base import BlockType

@@ -1,6 +1,6 @@
 """The tables of figures in README and the guide, made of docs/measured/*.json.
 
-    python -m scripts.guide_tables    prints them all, to be pasted
+    python -m scripts.tables.guide_tables    prints them all, to be pasted
 
 `tests/test_docs.py` compares each page with what is made here, so that a figure can change only with its measurement.
 KL divergences are in thousandths of a nat a token.
@@ -13,7 +13,7 @@ from statistics import mean
 from textwrap import wrap
 from typing import Any, NamedTuple
 
-MEASURED = Path(__file__).resolve().parents[1] / "docs" / "measured"
+MEASURED = Path(__file__).resolve().parents[2] / "docs" / "measured"
 FLOAT32, LLAMA_CPP = "float32", "llama.cpp"
 PEER, PEER_IMATRIX = "llama.cpp's quantizer", "llama.cpp's quantizer, imatrix"
 CONVERT, QUANTIZE = "gguf-bridge convert --imatrix", "gguf-bridge quantize --method two-sided"

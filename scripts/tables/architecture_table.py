@@ -1,6 +1,6 @@
 """The table of docs/architectures.md, made of what the program knows of each architecture.
 
-python -m scripts.architecture_table
+python -m scripts.tables.architecture_table
 """
 
 from bridge.gguf_file.architectures import ARCHITECTURES, CONVOLUTION, DELTA, KDA, MAMBA, MAMBA1, Graph
