@@ -311,6 +311,13 @@ def test_the_table_of_products_is_of_the_figures_that_the_picture_shows():
         assert shown[key] == f"{p['gbs']:.1f}, {p['read_gbs']:.1f}, {p['of_read']:.0%}, {p['ggml_gbs']:.1f}"
 
 
+def test_the_table_of_fidelity_is_of_the_figures_that_the_picture_shows():
+    from scripts.quality import fidelity
+
+    shown = cells("measurements/conversion.md", "| checkpoint | type of its linears | bpw | MB |")
+    assert shown == [fidelity.cells(row, True, True) for row in measured("fidelity")["checkpoints"]]
+
+
 def test_the_table_of_trained_models_is_of_figures_that_were_measured():
     head = "| checkpoint | type of its linears | bpw | codes"
     shown = {row[0]: row[-3:] for row in cells("measurements/conversion.md", head)}

@@ -1,1 +1,1 @@
-"""Tables of the documentation that programs make: each module prints its own, and `tests/test_docs.py` compares them."""
+"""Tables of the pages that programs make: each module prints its own; `tests/test_docs.py` compares the pages."""

@@ -133,7 +133,13 @@ def in_short() -> Table:
     ]
     seconds = [f"{file['cpu_seconds']:,.0f}" for _, file in files]
     size = f"SmolLM2 135M in {peer['bytes'] / 1e6:.0f} MB"
+    carried = measured("fidelity")["checkpoints"][0]
+    usual = "; ".join(
+        f"{'imatrix' if way['imatrix'] else 'none'}: {thousandths(way['kl'])}" for way in reversed(carried["usual"])
+    )
+    added = [f"{carried['name']}, as GGUF: added KL", f"codes carried: {thousandths(carried['kl_file'])}", usual]
     rows = [
+        added,
         [f"{size}: KL divergence", "; ".join(losses), "; ".join(theirs)],
         [f"{size}: CPU seconds", "; ".join(seconds), f"{peer['cpu_seconds']:.0f}"],
     ]
@@ -143,7 +149,8 @@ def in_short() -> Table:
             rows.append([f"Gemma 3 270M in Q4_K_M: {what}", *values])
     machine = speed["machine"].split(", ")
     note = (
-        "KL divergence from the float model in thousandths of a nat per token, mean of five kinds of text. Speeds on "
+        "KL divergence in thousandths of a nat per token: what a GGUF adds to a checkpoint (llama.cpp dequantizes and "
+        "quantizes it), and of files from their float model, mean of five kinds of text. Speeds on "
         f"{machine[0]} with {machine[2]}, two threads, {speed['date']}, version {speed['version']}, and "
         f"{speed['peer']['name']}."
     )
