@@ -162,7 +162,7 @@ def test_the_site_builds(tmp_path):
     assert done.returncode == 0, done.stderr
     home = (tmp_path / "site" / "index.html").read_text(encoding="utf-8")
     assert "tutorial-convert/" in home
-    assert "pictures/fidelity.svg" in home
+    assert "pictures/sizes.svg" in home
     reference = (tmp_path / "site" / "reference" / "index.html").read_text(encoding="utf-8")
     assert "sweeps of refinement after GPTQ</li>" in reference
     assert "Unpack" not in reference  # keywords have names, types and defaults

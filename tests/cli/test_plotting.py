@@ -423,7 +423,7 @@ def test_labels_keep_clear_of_marks_lines_and_each_other():
 
 def test_ticks_are_plain_numbers():
     assert tick_names(0.015, 0.6) == ["0.02", "0.05", "0.1", "0.2", "0.5"]
-    assert tick_names(3e-6, 0.3) == ["1e-5", "0.0001", "0.001", "0.01", "0.1"]
+    assert tick_names(3e-6, 0.3) == ["1e-5", "1e-4", "0.001", "0.01", "0.1"]
     assert [plain_number(value, 2) for value in (0.0123, 0.52, 3.26e-5)] == ["0.012", "0.52", "3.3e-5"]
 
 

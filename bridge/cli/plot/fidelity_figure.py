@@ -41,7 +41,8 @@ def figure(record: dict[str, Any], theme: Theme) -> Figure:
         if row.get("usual"):
             best = min(way["kl"] for way in row["usual"])
             marks.append((float(best), through_floats))
-            note = f"{best / added:,.0f} times" if added else ""
+            times = best / added if added else 0
+            note = f"{times:,.0f} times" if times >= 10 else f"{times:.2g} times" if added else ""
         rows.append(Row(tool or of_model, [*marks, (added, converting)], note))
     drawn = {entry for row in rows for _, entry in row.marks}
     exact = f"; {_LEAST:.0e} is exact" if any(row["kl_file"] == 0 for row in checkpoints) else ""

@@ -37,7 +37,7 @@ def plain_logarithm(axis: Axis) -> None:
 
 
 def plain_number(value: float, digits: int = 1) -> str:
-    """A positive number with so many digits: decimals, or a power of ten below 1e-4."""
-    if value < 0.9e-4:
+    """A positive number with so many digits: decimals, or a power of ten below 1e-3."""
+    if value < 0.9e-3:
         return f"{value:.{digits - 1}e}".replace("e-0", "e-")
     return f"{value:.{max(digits - 1 - floor(log10(value) + 1e-9), 0)}f}"
