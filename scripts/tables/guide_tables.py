@@ -143,6 +143,8 @@ def in_short() -> Table:
         [f"{size}: KL divergence", "; ".join(losses), "; ".join(theirs)],
         [f"{size}: CPU seconds", "; ".join(seconds), f"{peer['cpu_seconds']:.0f}"],
     ]
+    there = [texts_mean(file_of(measured("real"), "Q4_K_M", maker), LLAMA_CPP) for maker in (QUANTIZE, PEER_IMATRIX)]
+    rows.append(["SmolLM2 135M in Q4_K_M, run by llama.cpp: KL divergence", *map(thousandths, there)])
     for row in speed["rows"]:
         if what := SPEEDS.get(row["what"]):
             values = (f"{row[side]:{'.2f' if row['unit'] == 's' else ',.0f'}} {row['unit']}" for side in SIDES)
@@ -150,7 +152,7 @@ def in_short() -> Table:
     machine = speed["machine"].split(", ")
     note = (
         "KL divergence in thousandths of a nat per token: what a GGUF adds to a checkpoint (llama.cpp dequantizes and "
-        "quantizes it), and of files from their float model, mean of five kinds of text. Speeds on "
+        "quantizes it), and of files from their float model, mean of five or six kinds of text. Speeds on "
         f"{machine[0]} with {machine[2]}, two threads, {speed['date']}, version {speed['version']}, and "
         f"{speed['peer']['name']}."
     )
