@@ -85,6 +85,18 @@ def test_the_table_of_sizes_is_of_the_figures_that_the_picture_shows() -> None:
     assert len(shown) == 12
 
 
+def test_the_table_of_speeds_is_of_the_figures_that_were_measured() -> None:
+    formats = {"s": ".2f", "tokens/s": ",.4g", "MB": ".0f"}
+    shown = cells("measurements/cpu.md", "| Gemma 3 270M, 2 threads | unit |")
+    expected = [
+        [row["what"], unit, *(f"{row[side]:{formats[unit]}}" for side in ("ours", "theirs")), f"{row['ratio']:.2f}"]
+        for row in measured("speed")["rows"]
+        for unit in [row["unit"]]
+    ]
+    assert shown == expected
+    assert len(shown) == 6
+
+
 def test_the_table_of_quantizing_is_of_the_figures_that_the_picture_shows() -> None:
     record = measured("quantize")
     theirs, ours = (
