@@ -20,7 +20,7 @@ from bridge.gguf_file.architectures import ARCHITECTURES
 from bridge.models import describe_model
 from bridge.models.families import ALL
 from bridge.models.outline import Outline, OutlineTensor, Part
-from scripts import model_table
+from scripts.tables import model_table
 from tests.conftest import CHECKPOINT, ROOT
 from tests.support.encoder_models import ENCODERS
 from tests.support.make_families import GOLDENS
