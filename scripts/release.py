@@ -27,8 +27,8 @@ _LINK = re.compile(r"(!?)(\[[^\]]*\])\((?![a-z]+:|#)([^)\s]+)\)")
 def version() -> str:
     """`bridge.__version__`, without importing the package."""
     text = (ROOT / "bridge" / "__init__.py").read_text(encoding="utf-8")
-    (found,) = re.findall(r'^__version__ = "(.+)"$', text, re.MULTILINE)
-    return str(found)
+    (current,) = re.findall(r'^__version__ = "(.+)"$', text, re.MULTILINE)
+    return str(current)
 
 
 def releases() -> dict[str, str]:

@@ -81,12 +81,12 @@ def _members(parent: griffe.Object) -> Iterator[griffe.Object]:
 def _attribute_types(cls: griffe.Class) -> dict[str, str]:
     """The types of a class's attributes, inherited ones too."""
     attributes = {name: m for name, m in cls.all_members.items() if not m.is_alias or m.inherited}
-    found = {}
+    types = {}
     for name, member in attributes.items():
         attribute = member.final_target if isinstance(member, griffe.Alias) else member
         if isinstance(attribute, griffe.Attribute) and attribute.annotation is not None:
-            found[name] = str(_plain(attribute.annotation, attribute))
-    return found
+            types[name] = str(_plain(attribute.annotation, attribute))
+    return types
 
 
 def _list_options(cls: griffe.Class, types: dict[str, str]) -> None:
@@ -146,8 +146,8 @@ def _keywords(parameter: griffe.Parameter, package: griffe.Module) -> list[griff
     defaults = dict[str, object]()
     for cls in classes:  # each names the dataclass of its fields, which stands in the same module
         for name in re.findall(r"`(\w+)`", cls.docstring.value):
-            found = _fields(f"{cls.module.canonical_path}.{name}")
-            defaults = {each.name: each.default for each in found if each.default is not MISSING} | defaults
+            options = _fields(f"{cls.module.canonical_path}.{name}")
+            defaults = {each.name: each.default for each in options if each.default is not MISSING} | defaults
     kind = griffe.ParameterKind.keyword_only
     return [
         griffe.Parameter(name, annotation=member.annotation, kind=kind, default=repr(defaults.get(name)))

@@ -22,7 +22,7 @@ import bridge
 from bridge.cli import main
 from bridge.cli.program import _parser
 from bridge.cli.use import warmup
-from scripts.tables.guide_tables import tables
+from scripts.tables.guide_tables import measured, tables
 from tests.conftest import CHECKPOINT, PATIENCE, ROOT
 from tests.models.template.test_hub import Hub
 from tests.support.adapters import low_rank, write_adapter
@@ -292,10 +292,6 @@ def cells(page: str, head: str) -> list[list[str]]:
     start = next(i for i, line in enumerate(lines) if line.startswith(head)) + 2
     rows = list(takewhile(lambda line: line.startswith("|"), lines[start:]))
     return [[cell.strip() for cell in row.split("|")[1:-1]] for row in rows]
-
-
-def measured(name: str) -> dict:
-    return json.loads((ROOT / "docs" / "measured" / f"{name}.json").read_text(encoding="utf-8"))
 
 
 def test_the_table_of_products_is_of_the_figures_that_the_picture_shows():

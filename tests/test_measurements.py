@@ -10,18 +10,19 @@ import pytest
 from scripts.peers import nvfp4
 from scripts.peers.gguf_file import Blocks
 from scripts.peers.llama import ggml
+from scripts.tables.guide_tables import CONVERT, FLOAT32, PEER, PEER_IMATRIX, QUANTIZE, measured
 from tests.conftest import ROOT
-from tests.test_docs import cells, measured
+from tests.test_docs import cells
 
 PROVENANCE = ("date", "version", "machine", "command")
 QUANTIZING, FORMATS = "measurements/quantizing.md", "measurements/formats.md"
 TEXTS = ("wikitext", "shakespeare", "python", "law", "french-german")
 ROWS = {
-    "llama.cpp's quantizer": "llama-quantize without an imatrix",
-    "llama.cpp's quantizer, imatrix": "llama-quantize with the imatrix: KL",
-    "gguf-bridge convert --imatrix": "`convert --imatrix`",
+    PEER: "llama-quantize without an imatrix",
+    PEER_IMATRIX: "llama-quantize with the imatrix: KL",
+    CONVERT: "`convert --imatrix`",
     "gguf-bridge quantize --method imatrix": "`quantize --method imatrix`",
-    "gguf-bridge quantize --method two-sided": "`quantize`",
+    QUANTIZE: "`quantize`",
 }  # what plots call a maker -> what the journal calls it
 
 
@@ -32,7 +33,7 @@ def scientific(value: float) -> str:
 
 def losses(row: dict) -> list[str]:
     """A row of bench_real's JSON: the ratio on each kind of text, or the divergence that others are compared with."""
-    texts = [row["texts"]["float32"][name] for name in TEXTS]
+    texts = [row["texts"][FLOAT32][name] for name in TEXTS]
     lost = [
         f"{text['ratio']:.3f} ± {text['ratio_error']:.3f}" if row["over"] else scientific(text["kl"]) for text in texts
     ]
@@ -59,7 +60,7 @@ def test_the_table_of_gemma_is_of_the_figures_that_were_measured() -> None:
     rows = {ROWS[row["maker"]]: row for row in measured("gemma")["formats"]}
     assert shown == {name: losses(row) for name, row in rows.items()}
     for name, row in rows.items():
-        text = row["texts"]["float32"]["wikitext"]
+        text = row["texts"][FLOAT32]["wikitext"]
         figures = [scientific(text[key]) for key in ("kl", "median", "p99")]
         assert tails[name.removesuffix(": KL")] == [*figures, f"{text['same_top']:.1%}"]
     assert len(tails) == len(rows) == 5

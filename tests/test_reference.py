@@ -28,7 +28,7 @@ ANY = {
 def entries() -> dict[str, tuple[Any, list[str]]]:
     """The names that the page lists: the object, and the members that are shown of a class."""
     text = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
-    found = {}
+    listed = {}
     for match in re.finditer(r"^::: (\S+)\n((?:    .*\n)*)", text, re.MULTILINE):
         module, _, name = match[1].rpartition(".")
         thing = getattr(importlib.import_module(module), name)
@@ -37,8 +37,8 @@ def entries() -> dict[str, tuple[Any, list[str]]]:
         shown = [] if members is False else members
         if "members" not in options:
             shown = [each for each in shown if not each.startswith("_") and callable(getattr(thing, each))]
-        found[name] = thing, shown
-    return found
+        listed[name] = thing, shown
+    return listed
 
 
 ENTRIES = entries() if (ROOT / "docs" / "reference.md").is_file() else {}

@@ -99,10 +99,10 @@ def speed(count):
         path, n_ctx=512 * count, n_threads=threads, float_kv=False, n_seq_max=count, libraries=Path(libraries)
     ) as model:
         for position in range(8):
-            made = model.step([tokens[i + position] for i in range(count)], position).argmax(1).tolist()
+            drawn = model.step([tokens[i + position] for i in range(count)], position).argmax(1).tolist()
         begun = time.perf_counter()
         for position in range(8, 72):
-            made = model.step(made, position).argmax(1).tolist()
+            drawn = model.step(drawn, position).argmax(1).tolist()
         return 64 * count / (time.perf_counter() - begun)
 """
 REPORT_AT_ONCE = """

@@ -56,10 +56,6 @@ class Reference:
         """Mean KL divergence, in nats a token, of the same model with other weights."""
         return mean_kl(self.logits, self.predict(weights))
 
-    def kl_from(self, weights: Weights) -> float:
-        """Mean KL divergence of the checkpoint from the same model with these weights."""
-        return mean_kl(self.predict(weights), self.logits)
-
     def linears_of(self, other: Weights) -> dict[str, np.ndarray]:
         """The checkpoint's weights with the quantized linears of `other`."""
         return self.weights | {name: other[name] for name in self.linears}

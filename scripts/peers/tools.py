@@ -156,8 +156,8 @@ def make(floats: Path, out: Path, name: str, title: str) -> None:
     _, save = tool(floats)
     save(out)
     AutoTokenizer.from_pretrained(floats).save_pretrained(out)
-    made = {"model": title, "tool": name, "package": package, "version": version(package)}
-    (out / "made.json").write_text(json.dumps(made, indent=1) + "\n")
+    origin = {"model": title, "tool": name, "package": package, "version": version(package)}
+    (out / "made.json").write_text(json.dumps(origin, indent=1) + "\n")
 
 
 def slug(model: str, tool: str) -> str:

@@ -24,7 +24,7 @@ import gc
 import hashlib
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +81,7 @@ class Floats:
         if self._last is None or self._last[:2] != (same[0], tokens):
             self._last = None
             model = reference.hf_model(same[0], self.weights[same[0]])
-            self._last = same[0], tokens, [_logits(model, window) for window in against.tokens]
+            self._last = same[0], tokens, list(_logits(model, against))
         return self._last[2]
 
 
@@ -127,9 +127,9 @@ def row(folder: Path, floats: Floats, options: argparse.Namespace) -> dict[str, 
         result = measured(path, against, predictions=False, weights=weights)
         linears, file = divergence(against, against.linears_of(weights)), divergence(against, weights)
         del weights
-        own = floats.logits(against)
-        cost = own and TokenKl(*map(np.stack, zip(*map(_compared, own, against.logits), strict=True)))
-        figures = {"linears": linears, "file": file} | ({"checkpoint": cost} if cost else {})
+        figures = {"linears": linears, "file": file}
+        if (float_logits := floats.logits(against)) is not None:
+            figures["checkpoint"] = token_kl(float_logits, against.logits)
         usual = list(usual_ways(against, preset_of(result.types), Path(scratch), options)) if options.usual else []
         size = path.stat().st_size
     return {
@@ -146,8 +146,8 @@ def title(folder: Path) -> str:
     record = folder / "made.json"
     if not record.exists():
         return folder.name
-    made = json.loads(record.read_text(encoding="utf-8"))
-    return f"{made['model']}, {made['tool']}"
+    origin = json.loads(record.read_text(encoding="utf-8"))
+    return f"{origin['model']}, {origin['tool']}"
 
 
 def reference_of(folder: Path, checkpoint: Any, options: argparse.Namespace) -> Reference:
@@ -167,42 +167,41 @@ def weights_of(path: Path, against: Reference) -> dict[str, np.ndarray]:
 
 def divergence(against: Reference, weights: Weights) -> TokenKl:
     """Of the model with these weights from the checkpoint, window by window."""
-    model = reference.hf_model(against.folder, weights)
+    return token_kl(against.logits, _logits(reference.hf_model(against.folder, weights), against))
+
+
+def token_kl(expected: Iterable[np.ndarray], logits: Iterable[np.ndarray]) -> TokenKl:
+    """Of some predictions from the expected ones, float32 [length, vocab] of each window."""
     pairs = (
-        _compared(expected, _logits(model, window))
-        for window, expected in zip(against.tokens, against.logits, strict=True)
+        (token_kls(there, here), there.argmax(-1) == here.argmax(-1))
+        for there, here in zip(expected, logits, strict=True)
     )
     return TokenKl(*map(np.stack, zip(*pairs, strict=True)))
 
 
+def _logits(model: torch.nn.Module, against: Reference) -> Iterator[np.ndarray]:
+    """float32 [length, vocab] of a window at a time: those of all fill gigabytes."""
+    return (reference.logits(model, window[None])[0] for window in against.tokens)
+
+
 def usual_ways(against: Reference, preset: str, scratch: Path, options: argparse.Namespace) -> Any:
     """The figures of the checkpoint's floats quantized by llama.cpp, without an imatrix and with one."""
-    source, made, imatrix = (scratch / name for name in ("floats.gguf", "usual.gguf", "imatrix.gguf"))
+    source, quantized, imatrix = (scratch / name for name in ("floats.gguf", "usual.gguf", "imatrix.gguf"))
     bridge.convert(against.folder, source, type="F16")
     tokens = np.array([row["input_ids"] for row in calibration(against.folder)], np.int64)
     squares = reference.mean_squares(reference.hf_model(against.folder, against.weights), tokens)
     imatrix_of(imatrix, against.folder, squares, tokens, "fidelity")
     for importance in (None, imatrix):
-        llama_quantize.quantize(options.llama_library, source, made, preset, importance, threads=2)
-        figures = divergence(against, weights_of(made, against)).figures()
-        yield {"preset": preset, "imatrix": importance is not None, "bytes": made.stat().st_size, **figures}
-        made.unlink()
+        llama_quantize.quantize(options.llama_library, source, quantized, preset, importance, threads=2)
+        figures = divergence(against, weights_of(quantized, against)).figures()
+        yield {"preset": preset, "imatrix": importance is not None, "bytes": quantized.stat().st_size, **figures}
+        quantized.unlink()
 
 
 def preset_of(types: Mapping[str, int]) -> str:
     """llama.cpp's preset of the type that most linears have."""
     most = max(types, key=lambda name: types[name])
     return PRESETS.get(most, most)
-
-
-def _compared(expected: np.ndarray, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    return token_kls(expected, logits), expected.argmax(-1) == logits.argmax(-1)
-
-
-@torch.no_grad()
-def _logits(model: torch.nn.Module, window: np.ndarray) -> np.ndarray:
-    logits: np.ndarray = model(torch.from_numpy(window[None])).logits[0].numpy()
-    return logits
 
 
 def cells(row: dict[str, Any], with_floats: bool, with_usual: bool) -> list[str]:

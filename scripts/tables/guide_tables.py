@@ -58,7 +58,7 @@ def measured(name: str) -> dict[str, Any]:
     return json.loads((MEASURED / f"{name}.json").read_text(encoding="utf-8"))
 
 
-def provenance(record: dict[str, Any]) -> str:
+def how_measured(record: dict[str, Any]) -> str:
     """Date, version, machine and command of a measurement."""
     machine = ", ".join(record["machine"].split(", ")[:3])
     return f"Measured on {record['date']} with version {record['version']} on {machine}: `{record['command']}`"
@@ -104,7 +104,7 @@ def by_text(record: dict[str, Any], type_name: str, shown_model: str) -> Table:
             means = [texts_mean(file, arithmetic) for file in files]
             rows.append([shown, *map(thousandths, means), f"{means[-1] / means[0]:.3f}"])
     rows.append(["CPU seconds", *(f"{file['cpu_seconds']:,.0f}" for file in files), ""])
-    return Table("docs/quantize.md", head, rows, provenance(record))
+    return Table("docs/quantize.md", head, rows, how_measured(record))
 
 
 def by_size(record: dict[str, Any]) -> Table:
@@ -118,7 +118,7 @@ def by_size(record: dict[str, Any]) -> Table:
             what = f"llama-quantize {file['name']}, imatrix" if peer else f"`quantize --type {file['name']}`"
             kl, seconds = thousandths(texts_mean(file, FLOAT32)), f"{file['cpu_seconds']:,.0f}"
             rows.append(["`quantize --size`" if sized else what, f"{file['bytes'] / 1e6:.1f}", kl, seconds])
-    return Table("docs/quantize.md", head, rows, provenance(record))
+    return Table("docs/quantize.md", head, rows, how_measured(record))
 
 
 def in_short() -> Table:

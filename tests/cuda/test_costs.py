@@ -20,9 +20,9 @@ PAGE = ROOT / "docs" / "measurements" / "cuda.md"
 
 def in_the_docs(what: str) -> str:
     """The last cell of a row."""
-    found = re.search(rf"\| {re.escape(what)}.*\| (.+?) \|\n", PAGE.read_text())
-    assert found is not None, what
-    return found[1]
+    row = re.search(rf"\| {re.escape(what)}.*\| (.+?) \|\n", PAGE.read_text())
+    assert row is not None, what
+    return row[1]
 
 
 @pytest.mark.parametrize(

@@ -220,10 +220,10 @@ class Labels:
 
     def _unclear(self, box: Box, mark: Point) -> bool:
         """Whether a label is about as near to another mark as to its own, or its leader passes through another."""
-        own = _distance(box, mark)
+        distance = _distance(box, mark)
         others = [other for other in self.marks if other != mark]
-        if own <= _LEADER:
-            return any(_distance(box, other) < own + 2 for other in others)
+        if distance <= _LEADER:
+            return any(_distance(box, other) < distance + 2 for other in others)
         leader = mark, _nearest(box, mark)
         return any(
             _crosses(_around(other), leader) for other in (*others, *self.rings) if math.dist(other, mark) > _MARK
